@@ -1,4 +1,4 @@
-"""Block-sparse forward for Hopper in Gluon: flash's, over lists of kept tiles, which the loading warp reads ahead.
+"""Block-sparse forward for Hopper in Gluon: flash's, over lists of kept tiles, which the producer warp reads ahead.
 
 Two consumers of 64 queries each share a tile's list and go from its last entry to its first; entries that need a mask come last in the
 list. Where blocks have 64 queries, a program has one consumer with a list of its own, and two or three programs share a multiprocessor.
@@ -29,7 +29,7 @@ from attnzoo_kernels.block_sparse.tiles import hopper_forward_tile
 
 
 class OfList(NamedTuple):
-    """What the loading warp knows of a tile's list, beside the fields of Tile."""
+    """What the producer warp knows of a tile's list, beside the fields of Tile."""
 
     length: Any
     begin: Any

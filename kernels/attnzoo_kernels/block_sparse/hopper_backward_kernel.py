@@ -76,7 +76,7 @@ def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, r
 
 @gluon.jit
 def _row_tile(lists, bars, step, n, c):
-    """ROW_TILE: as the loading warp has told."""
+    """ROW_TILE: as the producer warp has told."""
     stage = await_full(bars.q_full, step, c.STAGES)
     return read_word(lists.numbers.index(stage))
 

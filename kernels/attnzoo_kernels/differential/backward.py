@@ -52,7 +52,7 @@ from attnzoo_kernels.differential.tiles import dkdv_tile, dq_tile
 
 @triton.jit
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    """dq2 is summed without its rows' factor -lambda."""
+    """Adds a tile of keys to dQ1 and dQ2 and to both exact deltas. dQ2 is summed without the factor -lambda of its rows."""
     dq1, dq2, exact_delta, exact_r = state
     k1, k2 = load_both_keys(x, own, at, GUARD)
     v = load_values(x, at, GUARD)
@@ -106,7 +106,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     exact_delta = tl.zeros([BLOCK_M], tl.float32)
     exact_r = tl.zeros([BLOCK_M], tl.float32)
     zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # float32 goes over the keys twice, first for the statistics: summed from the weights they cancel exactly, rowsum(dO * O) does not
+    # float32 goes over the keys twice, first for delta and r: summed from the weights, they make the row sums of dS cancel exactly
     for sweep in tl.static_range(2 if EXACT else 1):
         if sweep == 1:
             delta = exact_delta
@@ -131,7 +131,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
 
 @triton.jit
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    """With SHARED_K, dK of both branches is summed in dk1."""
+    """Adds a tile of queries to dK1, dV and dK2. With SHARED_K, dK of both branches is summed in dk1."""
     dk1, dv, dk2 = state
     PRECISION: tl.constexpr = x.shape.PRECISION
     BRANCH_STATS: tl.constexpr = 3 if PRECISION == "ieee" else 2
@@ -169,7 +169,7 @@ def _dkdv_loops(state, x, own):
 
 @triton.jit
 def _store_dk2(dk2, softmax_scale, own, place, shape):
-    """FINISH."""
+    """FINISH: stores dK2, the third sum."""
     store_own(own.gradient, dk2 * softmax_scale, place, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
 
 
@@ -203,10 +203,10 @@ def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_s
 
 
 def _blocks(tile, constants: dict) -> dict[int, tuple]:
-    """A Launch's `blocks` where TMA reads q1, q2, k1, k2, v and grad_out, the first tensors."""
+    """The `blocks` of a Launch whose first tensors are q1, q2, k1, k2, v and dO. Empty unless TMA reads them."""
     rows = [tile.block_m] * 2 + [tile.block_n] * 3 + [tile.block_m]
     widths = [constants["BLOCK_D"]] * 4 + [constants["BLOCK_DV"]] * 2
-    return {n: (*of, constants["PACKED"]) for n, of in enumerate(zip(rows, widths, strict=True))} if constants["TMA"] else {}
+    return {n: (*box, constants["PACKED"]) for n, box in enumerate(zip(rows, widths, strict=True))} if constants["TMA"] else {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -241,7 +241,8 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k
 def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor, out2: Tensor,
               stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, exact_r: bool,
               options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ1, dQ2, the row statistics that launch_dkdv reads, and r free of O2's rounding error, shaped like an LSE (empty unless exact_r)."""
+    """(dQ1, dQ2, the row statistics that launch_dkdv reads, r). r is shaped like an LSE and free of O2's rounding error; it is empty unless
+    exact_r."""
     sequences, seqlen_q, _ = options.sizes(q1.shape, k1.shape)
     dq1, dq2 = q1.new_empty(q1.shape), q2.new_empty(q2.shape)
     r = torch.empty_like(stats[0]) if exact_r else stats.new_empty(0)
@@ -258,7 +259,7 @@ def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor |
 
 def launch_dkdv(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, row_stats: Tensor,
                 cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """dK1 (of both branches where they share K), dK2 (else empty) and dV from the row statistics of launch_dq."""
+    """(dK1, dK2, dV) from the row statistics of launch_dq. Where the branches share K, dK1 is the gradient of both and dK2 is empty."""
     dk1, dv = k1.new_empty(k1.shape), v.new_empty(v.shape)
     dk2 = k1.new_empty(0) if k2 is None else k2.new_empty(k2.shape)
     if k1.numel() == 0:

@@ -1,4 +1,7 @@
-"""What the plain kernels of differential attention need beyond flash's: a second branch of queries and keys, and lambda."""
+"""What the plain kernels of differential attention need beyond flash's: a second branch of queries and keys, and lambda.
+
+A branch is one of the two softmaxes with its queries and keys.
+"""
 
 from typing import Any, NamedTuple
 

@@ -57,7 +57,8 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def load_lambda(tile, span, program, config):
-    """BEGIN: loads lambda early, because global memory is slow. After the last sequence, where no query sees a key, it may be any value."""
+    """BEGIN: loads lambda early, because global memory is slow. Where no query sees a key, as after the last packed sequence, it is
+    zero."""
     own = program.own
     i = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     batch = tile.sequence
@@ -69,7 +70,7 @@ def load_lambda(tile, span, program, config):
 
 @gluon.jit
 def places(pointer, ME: gl.constexpr, x, config):
-    """Addresses in global memory for x of a consumer: each thread keeps the elements that it holds."""
+    """Addresses in global memory where a consumer keeps x. Each thread reads only the elements that it has written."""
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     c = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     first = (gl.program_id(0) * config.CONSUMERS + ME) * (x.shape[0] * x.shape[1])
@@ -150,7 +151,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, save: bo
 def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
                    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, save: bool, options: Options,
                    tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the plain path's launch_forward gives, for what forward_reason lets through."""
+    """What the plain path's launch_forward gives, for calls that forward_reason accepts."""
     out, lse, stats = outputs(q1, v.shape[-1], 2)
     out2 = torch.empty_like(out) if save else out
     plan = _plan(q1.device, q1.dtype, options.packed and cu_seqlens_q is cu_seqlens_k, save, k2 is None, layout(q1), layout(k1), layout(v),

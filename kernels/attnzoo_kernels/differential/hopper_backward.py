@@ -43,7 +43,7 @@ class Plan:
 
     block_d: int
     block_dv: int
-    joint: bool  # both branches in one product, because they share their keys
+    joint: bool  # a product computes both branches, because they share their keys
     preprocess: Launch
     tails: tuple[Launch, ...]  # of q1, q2, dO, k1, k2 (where there is one) and v; none for dense input
     mainloop: Launch
@@ -92,7 +92,7 @@ def _plan(device: torch.device, dtype: torch.dtype, q1: Layout, q2: Layout, k1: 
 def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor,
                     out2: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool,
                     options: Options) -> tuple[Tensor, ...]:
-    """What the plain path's launch_backward gives, for what backward_reason lets through."""
+    """What the plain path's launch_backward gives, for calls that backward_reason accepts."""
     grad_out = tma_gradient(grad_out)
     if q1.shape[-1] > 64:
         return hopper_backward_by_branch.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k,
@@ -111,7 +111,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
         of_branch = stats.new_empty(query_tiles * tile), stats.new_empty(query_tiles * tile)
     counter = torch.empty(1, dtype=torch.int32, device=q1.device)
     r = torch.empty_like(stats[0])
-    # if both branches share their keys, these are read once
+    # keys that the branches share are read once
     keys, grads = ((k1,), (dk1, dv)) if k2 is None else ((k1, k2), (dk1, dk2, dv))
     tensors = (q1, q2, grad_out, *keys, v)
     boxes = (*((ROWS.value, width),) * 2, (ROWS.value, value_width), *((HALF.value, width),) * len(keys), (HALF.value, value_width))

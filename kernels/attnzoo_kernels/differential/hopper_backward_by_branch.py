@@ -1,9 +1,10 @@
 """Differential attention's backward on Hopper above head_dim 64: the mainloop of a softmax, for each branch and each 128 columns of the
 values.
 
-There, dK1, dK2 and dV of one tile of keys do not fit into registers together. Gradients of scores are linear in dO Vᵀ. So a mainloop over
-some columns of v, dO and the outputs gives the share of these columns in dQ, which is added to the branch's float32 sum, and in dK. The
-second branch's dV goes to the first branch's launches in float32, because with lambda near 1 the branches' shares of dV nearly cancel.
+There, dK1, dK2 and dV of one tile of keys do not fit into registers together. Gradients of scores are linear in dO Vᵀ. So a launch takes
+some columns of v, dO and the outputs only, and gives the share of these columns in dK and in dQ. dQ is added to the branch's float32 sum.
+The second branch's dV is passed on to the first branch's launches in float32, because with lambda near 1 the branches' shares of dV nearly
+cancel.
 """
 
 import functools
@@ -75,7 +76,7 @@ _tails = functools.lru_cache(maxsize=1024)(tails)
 
 
 def _read(x: Tensor, rows: int, block: int, sequences: int | None, cu_seqlens: Tensor | None) -> tuple:
-    """Descriptors of x and of the ends of its packed sequences, in boxes of `rows`."""
+    """Descriptors of x and of its tails (None if it is not packed), in boxes of `rows`."""
     ends = None
     if sequences is not None:
         ends = descriptor(copy_tails(_tails(layout(x), sequences, block, WIDTH), x, cu_seqlens), rows, WIDTH)
@@ -97,7 +98,8 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
     null = stats.new_empty(0)
 
     def of_branch(branch: int, q: Tensor, k: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-        """dQ and dK; the second branch's dV, which comes first, is a float32 sum that the first one's launches add to their own."""
+        """dQ and dK of a branch. The second branch comes first: it leaves its dV as a float32 sum, which the first branch's launches add to
+        their own."""
         queries, keys = _read(q, rows, rows, sequences, cu_seqlens_q), _read(k, HALF.value, KEYS.value, sequences, cu_seqlens_k)
         dk = None
         for n, (columns, values, to) in enumerate(zip(*(x.split(WIDTH, -1) for x in (dout, v, dv)), strict=True)):

@@ -43,7 +43,7 @@ from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys
 
 @gluon.jit
 def halves(x):
-    """The left and the right columns of x [M, N]; in a product's layout each thread holds some of both."""
+    """The left and the right half of the columns of x [M, N]. In a product's layout each thread holds some of both."""
     width: gl.constexpr = x.shape[1] // 2
     left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, width]), (0, 2, 1)))
     return gl.convert_layout(left, product_layout(width)), gl.convert_layout(right, product_layout(width))
@@ -51,14 +51,15 @@ def halves(x):
 
 @gluon.jit
 def whole(left, right, layout: gl.constexpr):
+    """The inverse of `halves`, in a given layout."""
     x = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
     return gl.convert_layout(x, layout)
 
 
 @gluon.jit
 def statistics(stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, column: gl.constexpr, COUNT: gl.constexpr = ROWS // 2):
-    """A statistic of COUNT of a step's queries. WHICH: 0 the first branch's LSE in base 2, 1 its delta, 2 the second branch's LSE, 3 its
-    delta, 4 lambda."""
+    """A statistic of COUNT of a step's queries, those of the SIDE-th COUNT. WHICH: 0 the first branch's LSE in base 2, 1 its delta, 2 the
+    second branch's LSE, 3 its delta, 4 lambda."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_box: gl.constexpr = STATS // ROWS
     tile = stats_tiles.index(stage * 2 + WHICH // of_box)._reinterpret(gl.float32, [STATS], flat)
@@ -67,6 +68,7 @@ def statistics(stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, colu
 
 @gluon.jit
 def weights_of(scores, smem, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, low, high, scale, c, MASKED: gl.constexpr):
+    """The softmax weights of a step's scores, or of one half of their columns. WHICH: the branch's LSE, SIDE: as in `statistics`."""
     count: gl.constexpr = scores.shape[1]
     x = scores * scale - statistics(smem.stats, stage, WHICH, SIDE, gl.SliceLayout(0, scores.type.layout), count)
     if MASKED:
@@ -76,7 +78,7 @@ def weights_of(scores, smem, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, low
 
 @gluon.jit
 def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, high, scale, c, MASKED: gl.constexpr):
-    """For half a step: dS of the second branch, and the combined weights, which are rounded once more."""
+    """For half of a step's queries: (dS of the second branch, the combined weights P1 - lambda P2, rounded to 16 bits). p: P1, `packed`."""
     layout: gl.constexpr = scores.type.layout
     column: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = smem.k.dtype
@@ -156,7 +158,7 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     mbarrier.arrive(bars.step_empty.index(stage), count=1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     add_to(dq_tile, dq)
-    if not LAST:  # only now, because dQ had to leave the registers first
+    if not LAST:  # only now, because the scores need the registers of dQ
         scores = _first_scores(smem, bars, step + 1, c, ME)
     return scores, dk1, dk2, dv
 

@@ -21,8 +21,8 @@ def _load_pair(out_ptr, out2_ptr, offsets, mask):
 
 @triton.jit
 def _store_lse(row_stats, apart, stats_ptr, stride_stats, at, inside):
-    """Stores both branches' LSE in base 2 (+inf for a row that sees no key or does not exist), `apart` from each other in the row
-    statistics. Returns the second one."""
+    """Stores both branches' LSE in base 2 (+inf for a row that sees no key or does not exist) to the row statistics. apart: the distance
+    between the two in memory. Returns the second one."""
     for branch in tl.static_range(2):
         row_max, log_sum = load_softmax(stats_ptr + 2 * branch * stride_stats, stride_stats, at, inside)
         lse = lse_log2(row_max, log_sum)

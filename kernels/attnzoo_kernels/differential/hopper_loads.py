@@ -1,4 +1,4 @@
-"""What the loading warp of differential attention's Hopper backward loads: hooks for both branches' queries and keys."""
+"""What the producer warp of differential attention's Hopper backward loads: hooks for both branches' queries and keys."""
 
 from typing import Any, NamedTuple
 

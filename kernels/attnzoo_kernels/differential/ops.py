@@ -1,4 +1,4 @@
-"""Differential attention's launches behind autograd. Triton is imported in them."""
+"""Differential attention's launches behind autograd. The functions import Triton when they are called."""
 
 import torch
 from torch import Tensor

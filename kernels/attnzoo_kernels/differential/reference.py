@@ -11,13 +11,13 @@ from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 def softmax_over_seen(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax weights and log-sum-exp; a row that sees no key gives zeros and -inf, and no NaN in any gradient."""
     scores = scores.masked_fill(~seen, -torch.inf)
-    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-    top = top.detach().masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(scores - top)
-    norm = weights.sum(-1, keepdim=True)
-    empty = norm == 0
-    norm = norm.masked_fill(empty, 1)
-    return weights / norm, (top + norm.log()).masked_fill(empty, -torch.inf).squeeze(-1)
+    row_max = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    row_max = row_max.detach().masked_fill(row_max == -torch.inf, 0)
+    weights = torch.exp(scores - row_max)
+    row_sum = weights.sum(-1, keepdim=True)
+    empty = row_sum == 0
+    row_sum = row_sum.masked_fill(empty, 1)
+    return weights / row_sum, (row_max + row_sum.log()).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 @without_autocast

@@ -13,7 +13,7 @@ from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence
 
 
 class Source(NamedTuple):
-    """What the loading warp knows of a tile beside the fields of Tile. `sequence` is the sequence's own number; Tile.sequence may be that
+    """What the producer warp knows of a tile beside the fields of Tile. `sequence` is the sequence's own number; Tile.sequence may be that
     of a copy of the queries. Rows may begin before row 0, because tiles begin at seams."""
 
     position: Any  # position of the first row

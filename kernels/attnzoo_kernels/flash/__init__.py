@@ -44,8 +44,8 @@ def flash_attention(
     Packed, with ranges in place of cu_seqlens: a list that says which keys queries see, int32 (n, 5) as in `KeyRanges`. A KeyRanges also
     keeps the list's tables, so that many calls make them once. Each range says whether it is causal, so `causal` must be False; windows
     count from each range's own diagonal. If several ranges show a query the same key, the key counts once for each. With ranges there is no
-    alibi_slopes, no dropout_p and no path for CPUs, and plain Triton's backward is taken if it must repeat bit by bit. Wrong places are
-    not checked on a GPU; KeyRanges.of can check them. Segments share tiles on a GPU: a NaN can reach nearby tokens of other segments.
+    alibi_slopes, no dropout_p and no path for CPUs, and plain Triton's backward is taken if it must repeat bit by bit. On a GPU, ranges are
+    not checked; KeyRanges.of can check them. There, ranges share tiles: a NaN can reach nearby tokens that do not see it.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. From sm_90 on, tensors whose rows are not aligned to 16 bytes may be copied.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
@@ -75,12 +75,12 @@ def flash_attention(
         faster; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
         Triton's backward.
     impl: "gluon" (Hopper: 16 bits, head_dim 33 to 128, or to 192 without a window and ranges, value_dim 33 to 128, no softcap, ALiBi or
-        dropout) | "triton" | "cpu" | "reference". What gluon's backward does not take, such as a gradient of sinks over ranges, or
-        deterministic above head_dim 128, plain Triton's does. On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`),
-        except for sinks with a window below 256 keys and the forward over ranges in windows up to head_dim 64, which are faster in plain
-        Triton; else it takes triton. On CPU tensors None takes cpu if it supports the call (`why_not_cpu`: no gradient for alibi_slopes),
-        else the reference. "cpu" is PyTorch's fused attention for 16 bits, whole or by tiles of queries, and matrix products by tiles for
-        float32, softcap and dropout_p; it gives first derivatives only. A named path runs, or the call raises.
+        dropout) | "triton" | "cpu" | "reference". Plain Triton's backward takes the calls that gluon's does not, such as a gradient of
+        sinks over ranges, or deterministic above head_dim 128. On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`),
+        else triton. It also takes triton where that is faster: for sinks with a window below 256 keys, and for the forward over ranges
+        with a window, up to head_dim 64. On CPU tensors None takes cpu if it supports the call (`why_not_cpu`: no gradient for
+        alibi_slopes), else the reference. "cpu" is PyTorch's fused attention for 16 bits, whole or by tiles of queries, and matrix products
+        by tiles for float32, softcap and dropout_p; it gives first derivatives only. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

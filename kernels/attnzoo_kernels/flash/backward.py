@@ -183,7 +183,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4))
 
 
-# what stands between the products and the row statistics
+# with any of these, scores are not the plain products that FROM_STATS needs
 _BETWEEN = ("PRESCALE", "HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT", "HAS_KEY_BIAS", "HAS_DISTANCES")
 
 
@@ -198,7 +198,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
                   "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}
     scalars = (*operand_strides(q, k, v, grad_out, dk, dv), stats_stride, *options.scalars(q[0], k[0]),
-               1 if options.packed and not options.ranges  # packed sequences lose by the rule of dQ
+               1 if options.packed and not options.ranges  # packed sequences are slower with interleaved heads
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
     return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3))
@@ -208,8 +208,11 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
               cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
               exact_delta: bool | str, options: Options, dq: Tensor | None = None,
               key_bias: KeyBias = NO_KEY_BIAS, distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, the row statistics that launch_dkdv reads, and, if exact_delta (else empty), delta free of O's rounding error, shaped like the
-    LSE. If exact_delta is "residual", the third result is the row sums of dS minus the gradient of the LSE."""
+    """(dQ, the row statistics that launch_dkdv reads, a third result by row, shaped like the LSE, for gradients of biases).
+
+    The third result is delta free of O's rounding error if exact_delta is True, the row sums of dS minus the gradient of the LSE if it is
+    "residual", and empty if it is False.
+    """
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
     dq = q.new_empty(q.shape) if dq is None else dq
     delta = torch.empty_like(stats[0]) if exact_delta else stats.new_empty(0)
@@ -247,7 +250,8 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                     distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and delta (as launch_dq gives it) for the gradients of output and LSE.
 
-    into: where the first three go, 16-byte aligned. key_bias, column_sums, distance_bias: as launch_forward and launch_dkdv have them.
+    into: tensors in which dQ, dK and dV are stored, 16-byte aligned. key_bias, column_sums, distance_bias: as launch_forward and
+    launch_dkdv have them.
     """
     grad_out = row_by_row(grad_out)
     if grad_lse is not None:

@@ -13,6 +13,7 @@ from attnzoo_kernels.packing import behind_last
 
 
 def window_tiles(call: Call) -> Iterator[Tile]:
+    """The tiles of a causal mask, a window, or no mask. If PyTorch's fused kernel has the mask, one tile holds the whole sequence."""
     left, right = call.window
     if call.fused and not call.biased and left < 0 and (right < 0 or right == 0 == call.diagonal):
         yield Tile(slice(0, call.len_q), [Part(slice(0, call.len_k), triangle=right == 0)])
@@ -33,16 +34,17 @@ def flash_attention_cpu(q, k, v, *, window_size, softmax_scale, softcap, alibi_s
     dtype = q.dtype
     left, right = window_size
     aligned = cu_seqlens_q is cu_seqlens_k if cu_seqlens_q is not None else q.shape[1] in (1, k.shape[1])
-    once = left < 0 and (right < 0 or right == 0 and aligned) and softcap == 0 and alibi_slopes is None and dropout_p == 0
-    if not once or sinks is not None or return_lse:
+    # one call of PyTorch's fused kernel, which computes in 16 bits itself
+    one_call = left < 0 and (right < 0 or right == 0 and aligned) and softcap == 0 and alibi_slopes is None and dropout_p == 0
+    if not one_call or sinks is not None or return_lse:
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes,
                       rng_state=rng_state, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, window_size=window_size,
                       exact=dtype.itemsize > 2)
     if sinks is not None:
-        without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-        if cu_seqlens_q is not None:  # what lies behind the last sequence has no sink
+        lse_of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        if cu_seqlens_q is not None:  # tokens after the last sequence have no sink
             lse = lse.masked_fill(behind_last(cu_seqlens_q, q.shape[0]), -torch.inf)
-        share = torch.exp(without - finite(lse))
+        share = torch.exp(lse_of_keys - finite(lse))
         out = out * share.transpose(-1, -2).unsqueeze(-1)
     return out.to(dtype), lse

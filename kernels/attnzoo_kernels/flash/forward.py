@@ -43,7 +43,7 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
         Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
                keys_bias(own.modifiers, own.key_bias, at, x), own.mask_row, queries_distance(own.modifiers, x.place, at)),
         at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped,
-        # under ALiBi and a maximum that lags ptxas 12.8 lets the products wait for each other
+        # with a bias and a lagging maximum, ptxas 12.8 serialises the products (fault 3)
         LAGS=not own.modifiers.HAS_ALIBI and not own.modifiers.HAS_KEY_BIAS and not own.modifiers.HAS_DISTANCES,
         ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS, BY_WARP=own.modifiers.BY_WARP,
         SUMS_LAST=own.modifiers.HAS_DROPOUT and x.shape.BLOCK_DV > 64)
@@ -51,7 +51,7 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
 
 @triton.jit
 def _loops(x, modifiers):
-    # a sink is a first key of weight one that has no value
+    # a sink is treated as a first key that has no value; relative to itself, its weight is one
     sink = -float("inf")
     if modifiers.HAS_SINKS:
         sink = in_units(tl.load(modifiers.sinks + x.place.head).to(tl.float32), x.shape.PRECISION == "ieee")
@@ -85,7 +85,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                      BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
                      Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr,
                      PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr, RESIDUAL: tl.constexpr):
-    """Under RANGES the queries are one dense sequence, n_seqs counts ranges, and cu_seqlens_q is their table."""
+    """Under RANGES the queries are one dense sequence, n_seqs is the number of ranges, and cu_seqlens_q is their table by queries."""
     if PRECISION == "ieee":
         scale = softmax_scale
     forward(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
@@ -105,7 +105,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
 
 
 def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether drop_pairs may be taken."""
+    """Whether drop_pairs can be used: it needs sm_90, 16 bits, and a threshold that is a normal bfloat16 number."""
     return (dtype != torch.float32 and architecture(device) >= 90 and torch.version.cuda is not None
             and 0x80 <= drop_threshold(dropout_p) <= 0x7F80)
 
@@ -133,7 +133,7 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     rows = math.prod(q[0][:-1])
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    # by Hopper's products, whose threads hold two rows of 64; ALiBi and dropout lose by it
+    # rescaling by warp needs Hopper's products, see `rescaled`; with ALiBi and dropout it is slower
     by_warp = (tma > 0 and architecture(device) == 90 and options.slopes_stride is None and options.dropout_p == 0
                and not options.key_bias and not options.distances)
     pairs = not options.dropout_from_row and drop_pairs_hold(options.dropout_p, dtype, device)
@@ -151,10 +151,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
                    alibi_slopes: Tensor | None, sinks: Tensor | None, rng_state: Tensor | None,
                    options: Options, key_bias: KeyBias = NO_KEY_BIAS, distance_bias: DistanceBias = NO_DISTANCE_BIAS,
                    residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax.
+    """(output, LSE, statistics for the backward), of the shapes that `_triton.call.outputs` gives.
 
-    key_bias, distance_bias: the options say whether they are there. residual: where what rounding took from the output goes, like
-    the output.
+    key_bias, distance_bias: used if the options say so. residual: a tensor like the output, where the output's rounding error is stored.
     """
     out, lse, stats = outputs(q, v.shape[-1])
     if lse.numel() == 0:

@@ -1,7 +1,8 @@
 """FlashAttention-3's forward for Hopper in Gluon: one warp loads through TMA; each consumer, a warp group of 64 queries, overlaps products
 and softmax.
 
-While the tensor cores compute P V of one tile of keys, they also compute Q K^T of the next (`_gluon.forward_mainloop`).
+While the tensor cores compute P V of one tile of keys, they also compute Q K^T of the next (`_gluon.forward_mainloop`). Functions whose
+docstrings begin with a word in capitals are hooks; `_gluon.forward_kernel.Config` says what each of them is for.
 """
 
 import functools
@@ -31,20 +32,21 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def own_sinks(tensors, numbers, scale, config):
-    """OWN."""
+    """OWN: the sinks."""
     return tensors[0]
 
 
 @gluon.jit
 def load_sink(tile, span, program, config):
-    """BEGIN: the head's sink in base 2, which acts as the score of a key without a value. Rows after the last sequence have none."""
+    """BEGIN: the head's sink in base 2; -inf for rows after the last sequence, which have none."""
     there = tile.sequence < program.problem.n_seqs
     return gl.load(program.own + tile.head, mask=there, other=-float("inf")) * LOG2E
 
 
 @gluon.jit
 def join_sink(row_max, row_sum, sink, program, config):
-    """JOIN of the sink. A row whose sink is far larger than its scores keeps its statistics and gives zeros."""
+    """JOIN: adds the sink to the row maxima and sums, as the score of a key without a value. The output must be multiplied by `factor`. It
+    is zero in a row whose sink is far larger than its scores; such a row still has statistics."""
     new_max = gl.maximum(row_max, sink)
     base = gl.where(new_max == -float("inf"), 0.0, new_max)
     factor = gl.exp2(row_max - base)
@@ -52,11 +54,11 @@ def join_sink(row_max, row_sum, sink, program, config):
 
 
 class Rule(NamedTuple):
-    """How `hopper_fwd_kernel` makes another operator's output: constants, among them hooks, and the operator's own numbers."""
+    """What another operator passes to `hopper_fwd_kernel` in place of a softmax's constants and hooks."""
 
-    constants: tuple = ()  # pairs of name and value; they stand in place of those of a softmax
-    numbers: tuple = ()  # up to two
-    heavy: bool = False  # what it adds to most tiles of scores takes as many registers as a window's mask
+    constants: tuple = ()  # pairs of name and value
+    numbers: tuple = ()  # up to two, for the hook OWN
+    heavy: bool = False  # its hooks need as many registers in most tiles as a window's mask does
     statistics: bool = True  # rows have an LSE and statistics
 
 
@@ -69,7 +71,7 @@ IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # hooks
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout, options: Call,
           tile: ForwardTile | None = None, rule: Rule = SOFTMAX) -> ForwardPlan:
-    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
+    """The plan for a call's mean length. The kernels for other lengths are compiled together with its kernel."""
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *(FORWARD_LENGTHS if tile is None else ()))
     return compiled_together(lambda length: _plan_of_length(length, device, same_lengths, has_residual, q, k, v, options, tile, rule),
@@ -113,10 +115,11 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, sinks: Tensor | None,
                    options: Call, tile: ForwardTile | None = None, residual: Tensor | None = None, rule: Rule = SOFTMAX,
                    own: tuple = ()) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too.
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for calls that forward_reason accepts. residual: as that
+    function has it.
 
-    rule: another operator's Rule, for calls that its own forward_reason lets through; it goes without sinks. If its rows have no
-    statistics, these and the LSE are None. own: up to four tensors or descriptors for the rule's OWN.
+    rule: another operator's Rule, for calls that its own forward_reason accepts; not with sinks. If its rows have no statistics, these and
+    the LSE are None. own: up to four tensors or descriptors for the rule's OWN.
     """
     if sinks is not None:
         rule, own = SINKS, (sinks,)

@@ -1,8 +1,8 @@
-"""FlashAttention's backward on Hopper. All key tiles add to a float32 dQ. It is cleared in the launch that computes row statistics, and
-converted in the last launch.
+"""FlashAttention's backward on Hopper, in three launches: the preprocess computes row statistics, the mainloop makes all gradients, and the
+postprocess converts dQ to 16 bits. In the mainloop all key tiles add to a float32 dQ.
 
-Without an order, the sums of dQ differ from run to run by rounding. With an order, the key tiles of each query tile add from the last one
-down, and dQ is not cleared: the first one overwrites it.
+Without an order, the sums of dQ differ from run to run by rounding; the preprocess clears them. With an order, the key tiles of each query
+tile add from the last one down, and the first one overwrites dQ, which need not be cleared.
 """
 
 import functools
@@ -34,8 +34,9 @@ from attnzoo_kernels.flash.options import Options
 
 
 def backward_tile(width: int, ordered: bool, full: bool, window: bool, queries: float) -> Tile:
-    """queries: how many queries see a key tile. dQ is made one step late where measurements show that it is faster. At width 64, the masks
-    of a window and the scores of 128 queries together would spill."""
+    """The tile for a width of 64 or 128. ordered: sums of dQ have an order. full: there is no mask. queries: how many queries see a key
+    tile. dQ is made one step late where measurements show that it is faster. At width 64, the masks of a window and the scores of 128
+    queries together would spill."""
     if width == 64 and window:
         return Tile(64, dq_warp=True)
     return replace(pair_tile(width, ordered), dq_lags=queries >= 2048 if width == 64 else ordered and full)
@@ -51,8 +52,10 @@ ORDER_COSTS_LITTLE = (
 
 
 def in_order_anyway(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether sums have an order though none is asked for. They do where that costs little, as measured with as many key heads and keys as
-    query heads and queries. At width 128, full attention and 8192 tokens it would cost little, too, but no order is faster there."""
+    """Whether sums of dQ get an order although none is asked for: where that costs little. This was measured with equal numbers of heads
+    and equal lengths of queries and keys. Calls at width 128 without a mask and with 8192 tokens are not among them: no order is faster
+    there.
+    """
     if options.sequences is not None or options.window_left >= 0 or options.window_right > 0 or q.shape[1:-1] != k.shape[1:-1]:
         return False
     wide, causal, length = max(q.shape[-1], v.shape[-1]) > 64, options.window_right == 0, k.shape[1]
@@ -70,10 +73,10 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
 
 
 class Rule(NamedTuple):
-    """How `pair_bwd_kernel` makes another operator's gradients: constants, among them hooks, and the operator's own numbers."""
+    """What another operator passes to `pair_bwd_kernel` in place of a softmax's constants and hooks."""
 
     constants: tuple = ()  # pairs of name and value
-    numbers: tuple = ()  # up to four
+    numbers: tuple = ()  # up to four, for the hook OWN
     parts: int = 1  # into how many parts it may divide a tile of keys
 
 
@@ -128,9 +131,10 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     """dQ, dK and dV, as the plain path's launch_backward gives them, for calls that backward_reason accepts, and the gradient of `sinks`,
     (heads,) in float64. sinks: given only if their gradient is wanted.
 
-    into: where dQ, dK and dV are stored: 16-byte aligned, the heads of a row side by side. rule: another operator's Rule. If its rows have
-    no statistics, out and stats are None. residual: O's rounding error, laid out as O is; delta is then free of that error. dv_sums:
-    dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to five tensors for the rule's OWN.
+    into: tensors in which dQ, dK and dV are stored, 16-byte aligned, with the heads of a row side by side. rule: another operator's Rule.
+    If its rows have no statistics, out and stats are None. residual: O's rounding error, laid out as O is; delta is then free of that
+    error. dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV over several launches. own: up to five tensors for the rule's
+    OWN.
     """
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:

@@ -1,8 +1,9 @@
-"""FlashAttention's forward for Hopper over key ranges: flash's persistent programs, which go over the ranges of a tile in place of one
+"""FlashAttention's forward for Hopper over key ranges: the persistent programs of flash's forward go over several ranges in place of one
 sequence's keys.
 
-A program's tile of queries may lie in several ranges. The loading warp and the consumers go over the same ranges, from the last one to the
-first, and over the keys of each range from its last tile down. What a row of the tile does not see is masked.
+A program's tile of queries may lie in several ranges. The producer warp and the consumers go over the same ranges, from the last one to the
+first, and over the keys of each range from its last tile down. What a row of the tile does not see is masked. An `entry` is the number of a
+range in the table by queries, see `_triton.range_tables`.
 """
 
 import functools
@@ -37,7 +38,7 @@ class Own(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a consumer's rows see of a range. Rows and keys count from the range's first ones."""
+    """What a consumer's rows see of a range. Rows and keys are counted from the range's first ones."""
 
     row: Any
     len_q: Any
@@ -51,12 +52,12 @@ class Seen(NamedTuple):
 
 @gluon.jit
 def keys_of(row, entry, program, config):
-    """(range, begin, end): an entry's range, and the tiles of its keys that a program's rows see. Without a range (entry < 0) there is one
+    """(range, begin, end): an entry's range, and the tiles of its keys that a program's rows see. For entry < 0 there is no range, but one
     tile, of which they see nothing."""
-    of = load_range(program.own.table, entry, False)
-    begin, _, _, end = key_tiles(row - of.first, config.CONSUMERS * ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
+    r = load_range(program.own.table, entry, False)
+    begin, _, _, end = key_tiles(row - r.first, config.CONSUMERS * ROWS, r.length, r.other_length, r.left, r.right, config.BLOCK_N,
                                  config.HAS_LEFT, True)
-    return of, gl.where(entry < 0, 0, begin), gl.where(entry < 0, 1, end)
+    return r, gl.where(entry < 0, 0, begin), gl.where(entry < 0, 1, end)
 
 
 @gluon.jit
@@ -72,7 +73,7 @@ def next_entry(entry, row, program, config):
 
 @gluon.jit
 def next_tile(index, program, config):
-    """NEXT_TILE."""
+    """NEXT_TILE: the consumers also get the first entry of the tile's walk and the one after it."""
     problem = program.problem
     BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
     _, head, tile = decode_tile(index, problem, BLOCK_M, False, True)
@@ -90,7 +91,7 @@ def load_sink(tile, span, program, config):
 
 @gluon.jit
 def _entry_before(at, program, config):
-    """NEXT."""
+    """NEXT of load_piece: the next range that the tile goes over."""
     entry, row = at
     return next_entry(entry - 1, row, program, config)
 
@@ -108,8 +109,8 @@ def produce(program, config):
         entry = tile.own
         more = 1
         while more != 0:
-            of, begin, end = keys_of(row, entry, program, config)
-            keys = Keys(0, kv_head, of.other_first, of.other_length)
+            r, begin, end = keys_of(row, entry, program, config)
+            keys = Keys(0, kv_head, r.other_first, r.other_length)
             tile, step, taken, entry = load_piece(tile, keys, begin, end, step, taken, program, config, _entry_before, (entry, row))
             more = (entry >= 0).to(gl.int32)
     stop(tile.index, taken, program)
@@ -117,33 +118,34 @@ def produce(program, config):
 
 @gluon.jit
 def take(taken, program, config):
-    """TAKE."""
+    """TAKE: `own` is (first entry, next entry)."""
     sequence, head, row, entry, following = take_words(taken, program, config)
     return Taken(sequence, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, (entry, following))
 
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN: each consumer takes all tiles of keys that are loaded. The mainloop finds out which these are."""
+    """SPAN: its tiles of keys mean nothing. The mainloop goes over all tiles that are loaded, and finds out which these are."""
     return Span(tile.row + ME * ROWS, tile.len_q, tile.len_k, 0, 1, 0, 0, 1, 1, ())
 
 
 @gluon.jit
-def seen_of(row, of, config):
-    _, full_begin, full_end, end = key_tiles(row - of.first, ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
+def seen_of(row, r, config):
+    """The Seen of the consumer's rows from `row` on."""
+    _, full_begin, full_end, end = key_tiles(row - r.first, ROWS, r.length, r.other_length, r.left, r.right, config.BLOCK_N,
                                              config.HAS_LEFT, True)
-    last = of.first + of.length
-    whole = (row >= of.first) & (row + ROWS <= last)
-    some = (row + ROWS > of.first) & (row < last)
-    return Seen(row - of.first, of.length, of.other_length, of.left, of.right, full_begin, gl.where(whole, full_end, 0),
+    last = r.first + r.length
+    whole = (row >= r.first) & (row + ROWS <= last)
+    some = (row + ROWS > r.first) & (row < last)
+    return Seen(row - r.first, r.length, r.other_length, r.left, r.right, full_begin, gl.where(whole, full_end, 0),
                 gl.where(some, end, 0))
 
 
 @gluon.jit
 def enter(entry, tile, span, program, config):
     """(begin, end, Seen) of an entry's range: the tiles of its keys that the program loads, and what a consumer's rows see of it."""
-    of, begin, end = keys_of(tile.row, entry, program, config)
-    return begin, end, seen_of(span.row, of, config)
+    r, begin, end = keys_of(tile.row, entry, program, config)
+    return begin, end, seen_of(span.row, r, config)
 
 
 @gluon.jit
@@ -158,6 +160,7 @@ def mask(scores, column, seen, program, config):
 
 @gluon.jit
 def needs_mask(tile, seen, config):
+    """Whether a tile of the range's keys needs a mask."""
     masked = tile >= seen.full_end
     if config.HAS_LEFT:
         masked = masked | (tile < seen.full_begin)
@@ -166,7 +169,7 @@ def needs_mask(tile, seen, config):
 
 @gluon.jit
 def step_mask(scores, where, program, config):
-    """STEP_MASK."""
+    """STEP_MASK: where is (tile of the range's keys, Seen)."""
     tile, seen = where
     if needs_mask(tile, seen, config):
         scores = config.MASK(scores, tile * config.BLOCK_N, seen, program, config)
@@ -175,7 +178,7 @@ def step_mask(scores, where, program, config):
 
 @gluon.jit
 def _place(s, stop, place):
-    """PLACE."""
+    """PLACE of attend_steps: (tile of the range's keys, Seen) of step s."""
     begin, seen = place
     return begin + stop - 1 - s, seen
 
@@ -189,7 +192,8 @@ def free_from(stop, where, program, config):
 
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """MAINLOOP over the ranges of 64 queries. It begins with the first tile of keys that they see, and takes the others from there on."""
+    """MAINLOOP over the ranges of 64 queries. It releases the tiles of keys before the first one that they see, and goes over all later
+    ones."""
     scale = program.rows.scale
     entry, following = tile.own
     begin, end, seen = enter(entry, tile, span, program, config)

@@ -1,8 +1,9 @@
-"""FlashAttention's backward for Hopper over key ranges: the backward of one dense sequence, in which a tile of keys meets the queries of
-several ranges.
+"""FlashAttention's backward for Hopper over key ranges: the backward of one dense sequence, in which a tile of keys goes over the queries
+of several ranges.
 
-The loading warp and the consumers go over the ranges that a tile of keys touches, from the last one to the first, and over the queries of
-each range from its first tile on. Sums of dQ have no order.
+The producer warp and the consumers go over the ranges that a tile of keys touches, from the last one to the first, and over the queries of
+each range from its first tile on. Sums of dQ have no order. `_triton.range_order` says in which order programs take the tiles, and that the
+longest tiles are divided in two parts. An `entry` is the number of a range in the table by keys.
 """
 
 from dataclasses import replace
@@ -29,60 +30,60 @@ from attnzoo_kernels.flash.options import Options
 class Own(NamedTuple):
     table: Any  # the Table of the ranges by keys
     order: Any  # the items of key_tile_order_kernel
-    last: Any  # the row behind them
-    sums: Any  # float32: for each divided tile two flags, one of each consumer, behind all flags dK and dV of their first parts
-    divided: Any  # for how many tiles there is room
+    last: Any  # the row behind the items
+    sums: Any  # float32: a flag for each divided tile and consumer; behind all flags, dK and dV of the tiles' first parts
+    divided: Any  # for how many divided tiles `sums` has room
 
 
 @gluon.jit
 def own(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN; numbers are those of the ranges, of rows of `order` before the last, and of the divided tiles."""
+    """OWN. numbers: how many ranges there are, rows of `order` before the last one, and divided tiles."""
     table = Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
     return Own(table, tensors[1], tensors[1] + numbers[1] * WIDTH, tensors[2], numbers[2])
 
 
 @gluon.jit
 def table_of(own, key, len_q, len_k, c):
-    """OF_TILE."""
+    """OF_TILE: the Table."""
     return own.table
 
 
 @gluon.jit
 def queries_of(table, entry, key, ROWS: gl.constexpr):
-    """(range, begin, full_begin, full_end, end): an entry's range, and the tiles of queries, counted over all queries, that see the KEYS
-    keys from `key` on. Those before full_begin and those from full_end on need a mask."""
-    of = load_range(table, entry, True)
-    shift = of.length - of.other_length
-    first = gl.maximum(key - of.first, 0)
-    last = gl.minimum(key + KEYS - of.first, of.length) - 1
-    begin = gl.maximum(first - shift - of.right, 0)
-    end = gl.minimum(of.other_length, last - shift + of.left + 1)
+    """(range, begin, full_begin, full_end, end): an entry's range, and the tiles of queries that see the KEYS keys from `key` on in it. The
+    tiles are counted over all queries. Those before full_begin and those from full_end on need a mask."""
+    r = load_range(table, entry, True)
+    shift = r.length - r.other_length
+    first = gl.maximum(key - r.first, 0)
+    last = gl.minimum(key + KEYS - r.first, r.length) - 1
+    begin = gl.maximum(first - shift - r.right, 0)
+    end = gl.minimum(r.other_length, last - shift + r.left + 1)
     some = end > begin
-    full_begin = of.other_first + gl.maximum(last - shift - of.right, 0)
-    full_end = of.other_first + gl.minimum(of.other_length, first - shift + of.left + 1)
-    begin = (of.other_first + begin) // ROWS
-    end = gl.where(some, (of.other_first + end + ROWS - 1) // ROWS, begin)
-    whole = (key >= of.first) & (key + KEYS <= of.first + of.length)
+    full_begin = r.other_first + gl.maximum(last - shift - r.right, 0)
+    full_end = r.other_first + gl.minimum(r.other_length, first - shift + r.left + 1)
+    begin = (r.other_first + begin) // ROWS
+    end = gl.where(some, (r.other_first + end + ROWS - 1) // ROWS, begin)
+    whole = (key >= r.first) & (key + KEYS <= r.first + r.length)
     full_begin = gl.where(whole, gl.minimum(gl.maximum((full_begin + ROWS - 1) // ROWS, begin), end), end)
     full_end = gl.maximum(gl.minimum(full_end // ROWS, end), full_begin)
-    return of, begin, full_begin, full_end, end
+    return r, begin, full_begin, full_end, end
 
 
 @gluon.jit
-def first_and_last(of, key, ROWS: gl.constexpr):
-    """(first, last) query, counted over all queries, that sees each of the HALF keys from `key` on."""
-    shift = of.length - of.other_length
-    j = gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))) + (key - of.first)
-    low = gl.maximum(j - shift - of.right, 0) + of.other_first
-    low = gl.where((j >= 0) & (j < of.length), low, UNLIMITED)
-    return low, gl.minimum(j - shift + of.left, of.other_length - 1) + of.other_first
+def first_and_last(r, key, ROWS: gl.constexpr):
+    """(first, last) query that sees each of the HALF keys from `key` on in a range, counted over all queries."""
+    shift = r.length - r.other_length
+    j = gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))) + (key - r.first)
+    low = gl.maximum(j - shift - r.right, 0) + r.other_first
+    low = gl.where((j >= 0) & (j < r.length), low, UNLIMITED)
+    return low, gl.minimum(j - shift + r.left, r.other_length - 1) + r.other_first
 
 
 @gluon.jit
 def next_key_tile(problem, own, c):
-    """TILE. Here `begin` and full_end hold the query heads of the group, full_begin the first entry of the tile's walk, and `end` the
-    number of all steps of a query head. number: three times the number of a divided tile, and one for its first part, two for its
-    second."""
+    """TILE. The KeyTile's fields hold other numbers than in flash's backward: `begin` and full_end are the first query head of the group
+    and the one behind the last, full_begin is the first entry of the tile's walk, and `end` is the number of steps of a query head. number:
+    3 * (number of the divided tile) + 1 for its first part, + 2 for its second one; a multiple of 3 if the tile is not divided."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     items = gl.load(own.last)
     more = (index < items * problem.kv_heads).to(gl.int32)
@@ -100,13 +101,15 @@ def next_key_tile(problem, own, c):
 
 @gluon.jit
 def steps_of_part(table, tile, member):
-    """LOAD_STEPS. The state is (entry, next tile of queries, end of the entry's tiles, first key); it begins before the first entry."""
+    """LOAD_STEPS. The state is (entry, next tile of queries, end of the entry's tiles of queries, first key). At first the entry's tiles
+    are at an end, so that _next_step looks for the first entry."""
     steps = gl.where((member >= tile.begin) & (member < tile.full_end), tile.end, 0)
     return 0, steps, (tile.full_begin + 1, 0, 0, tile.key)
 
 
 @gluon.jit
 def _next_step(table, state, ROWS: gl.constexpr):
+    """(the next step's tile of queries, the next state)."""
     entry, j, end, key = state
     while j >= end:
         entry = touching(table, entry - 1, key)
@@ -116,13 +119,13 @@ def _next_step(table, state, ROWS: gl.constexpr):
 
 @gluon.jit
 def next_step_of_64(table, state, n):
-    """LOAD_NEXT."""
+    """LOAD_NEXT for steps of 64 queries."""
     return _next_step(table, state, 64)
 
 
 @gluon.jit
 def next_step_of_128(table, state, n):
-    """LOAD_NEXT."""
+    """LOAD_NEXT for steps of 128 queries."""
     return _next_step(table, state, 128)
 
 
@@ -141,8 +144,8 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
         while entry >= 0:
             if entry != known:  # where a tile has one range, it is known from the first head on
                 key = word(smem.work, slot, "key")
-                of, begin, full_begin, full_end, end = queries_of(table, entry, key, ROWS)
-                low, high = first_and_last(of, key + ME * HALF, ROWS)
+                r, begin, full_begin, full_end, end = queries_of(table, entry, key, ROWS)
+                low, high = first_and_last(r, key + ME * HALF, ROWS)
                 following = touching(table, entry - 1, key)
                 known = entry
             state = head_steps(state, at, step - begin, (begin, full_begin, full_end, end), dq_tile, dq_end, low, high, table, smem, bars,
@@ -157,7 +160,7 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
 
 @gluon.jit
 def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, c):
-    """DQ_STEPS: range by range, in the consumers' order."""
+    """DQ_STEPS: adds dQ range by range, in the order in which the consumers make it."""
     first += seen.begin * problem.head_tiles
     for _ in range(seen.begin, seen.full_end):
         entry = seen.full_begin
@@ -173,8 +176,8 @@ def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, prob
 
 @gluon.jit
 def store_part(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE: the first part of a divided tile leaves its sums to the second one. That waits for them, which cannot last: the first part was
-    taken earlier, and waits for nothing."""
+    """STORE: the first part of a divided tile writes its sums to memory, and the second part adds them to its own. It waits for them. That
+    is no deadlock: the first part was taken from the counter earlier, and waits for nothing."""
     dk, dv = state
     layout: gl.constexpr = product_layout(c.WIDTH)
     tile = number // 3
@@ -199,14 +202,14 @@ IN_PARTS = (("NUMBERED", True), ("STORE", store_part))
 
 
 def backward_tile(width: int, window: bool, queries: float) -> Tile:
-    """queries: how many see a tile of keys. As for one sequence: a window's masks and the scores of 128 queries together would spill."""
+    """hopper_backward.backward_tile for key ranges. queries: how many queries see a tile of keys."""
     if width == 64 and window:
         return Tile(64, dq_warp=True)
     return replace(pair_tile(width, ordered=False), dq_lags=width == 64 and queries >= 2048)
 
 
 def head_groups(kv_heads: int, head_bytes: int) -> int:
-    """Into how many groups key heads are divided at most; a group's queries stay in L2. head_bytes: what one query head's have."""
+    """Into how many groups the key heads are divided at most, so that a group's queries stay in L2. head_bytes: of one query head."""
     return -(-kv_heads // max(1, L2_GROUP // head_bytes))
 
 

@@ -1,8 +1,9 @@
 """FlashAttention's backward on Hopper for head dims of 129 to 192.
 
 A program takes tiles of 128 keys. Each of two consumers holds dK (two parts, of 128 and 64 columns) and dV of 64 keys, which take 160 of a
-thread's 240 registers. Scores, their gradients and dQ follow each other in the rest: the weights are rounded before dO Vᵀ is awaited. Each
-consumer makes 96 columns of dQ from both consumers' dS. The first part of dK is made one step late, beside the exponentials.
+thread's 240 registers. Scores, their gradients and dQ use the others one after the other; to make room, the weights are rounded to 16 bits
+before dO Vᵀ is awaited. Each consumer makes 96 columns of dQ from both consumers' dS. The first part of dK is made one step late, while the
+exponentials are computed.
 """
 
 import functools
@@ -54,13 +55,13 @@ from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.flash.options import Options
 
 FIRST = 128  # columns of the first part of queries and keys
-WIDTHS = FIRST, 64  # of the parts
-TILE = Tile()  # of two stages, which the late product counts on
+WIDTHS = FIRST, 64  # columns of both parts
+TILE = Tile()  # it must have two stages: the late product of a step reads the queries of the step before
 
 
 class DqTiles(NamedTuple):
-    """Each consumer's 96 columns of dQ on their way to memory: 64 of them and 32. In memory, columns 0 to 63 come first, then 64 to 95 and
-    96 to 127, and the second part of dQ comes last. A tile has 384 rows of 32 floats."""
+    """Shared memory for each consumer's 96 columns of dQ: 64 of them and 32. In global memory, columns 0 to 63 come first, then 64 to 95
+    and 96 to 127, and the second part of dQ comes last. A tile has 384 rows of 32 floats."""
 
     wide: Any
     narrow: Any
@@ -75,6 +76,7 @@ class Own(NamedTuple):
 
 @gluon.jit
 def _tiles(source, c):
+    """The Shared of a program. dK and dV are stored through the shared memory of dQ."""
     dtype: gl.constexpr = source.tensors.do.dtype
     ROWS: gl.constexpr = c.ROWS
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, 128], dtype)
@@ -88,22 +90,22 @@ def _tiles(source, c):
 
 @gluon.jit
 def _start(own, smem, slot, c):
-    """START: both parts of dK, dV."""
+    """START: zeros for both parts of dK, and for dV."""
     return (gl.zeros([HALF, 128], gl.float32, product_layout(128)), gl.zeros([HALF, 64], gl.float32, product_layout(64)),
             gl.zeros([HALF, 128], gl.float32, product_layout(128)))
 
 
 @gluon.jit
 def _late_dk(dk, smem, step, at, ME: gl.constexpr):
-    """Starts the product for the first part of dK of the step before `step`. `at`: the tile's first step. In that step the product means
-    nothing, and the next one overwrites it."""
+    """Starts the product for the first part of dK of the step before `step`. at: the tile's first step. In that step there is no step
+    before, so the result means nothing; the next step's product overwrites it."""
     # [HALF, ROWS] x [ROWS, 128]
     return warpgroup_mma(smem.ds.index(ME), smem.q[0].index((step + 1) & 1), dk, use_acc=step > at + 1, is_async=True)
 
 
 @gluon.jit
 def _add_dq(wide, narrow, smem, bars, dq_desc, dq_tile, ME: gl.constexpr):
-    """Adds a consumer's columns of dQ to memory, and releases the other consumer's dS."""
+    """Adds a consumer's columns of dQ to global memory, and releases the other consumer's dS."""
     tma.store_wait(0)
     smem.dq.wide.index(ME)._reinterpret(gl.float32, [64, 64], as_registers(64)).store(wide)
     smem.dq.narrow.index(ME)._reinterpret(gl.float32, [64, 32], as_registers(32)).store(narrow)
@@ -117,7 +119,7 @@ def _add_dq(wide, narrow, smem, bars, dq_desc, dq_tile, ME: gl.constexpr):
 
 @gluon.jit
 def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: the first part of dK is that of the step before; it is computed while exponentials are."""
+    """STEP. It adds the first part of dK of the step before, whose product runs beside this step's exponentials."""
     dk, dk_rest, dv, at = sums
     dtype: gl.constexpr = smem.do.dtype
     of_scores: gl.constexpr = product_layout(c.ROWS)
@@ -135,7 +137,7 @@ def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, M
     # [HALF, ROWS] x [ROWS, 128]
     dv_pending = warpgroup_mma(rounded, smem.do.index(stage), dv, is_async=True)
     dk, dweights = warpgroup_mma_wait(1, deps=(dk_pending, dweights_pending))
-    mbarrier.expect(bars.step_empty.index((step + 1) & 1), 0, pred=some)
+    mbarrier.expect(bars.step_empty.index((step + 1) & 1), 0, pred=some)  # releases the step before, which the late product has read
     delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, of_scores))
     dscores = packed(unpacked_floats(p, of_scores, dtype) * (dweights - delta[None, :]), dtype, MOVABLE=False)
     smem.ds.index(ME).store(unpacked_rounded(dscores, of_scores, dtype))
@@ -155,7 +157,7 @@ def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, M
 
 @gluon.jit
 def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: the first part of dK of the last step comes behind all steps."""
+    """MAINLOOP: pair_mainloop, and behind all steps the first part of dK of the last one."""
     state, end = pair_mainloop(state + (at,), at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME)
     dk, dk_rest, dv, at = state
     dk = warpgroup_mma_wait(0, deps=(_late_dk(dk, smem, end, at, ME),))
@@ -165,7 +167,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
 
 @gluon.jit
 def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE."""
+    """STORE: dV and both parts of dK."""
     dk, dk_rest, dv = state
     dtype: gl.constexpr = buffer.dtype
     REST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, 64], dtype)

@@ -1,4 +1,4 @@
-"""FlashAttention's launches behind autograd. Triton is imported in them."""
+"""FlashAttention's launches behind autograd. The functions import Triton when they are called, so that this module does not need it."""
 
 import math
 from dataclasses import replace
@@ -20,21 +20,21 @@ def _options(cu_seqlens_q, alibi_slopes, rng_state, *numbers):
 
 def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
                    dropout_p: float) -> bool:
-    """Whether the output's rounding error is wanted: for the gradient of sinks in Hopper's backward up to head dim 128. Plain Triton does
-    not use it. torch.compile traces this function, so the device is checked in `empty_residual`."""
+    """Whether the forward must keep the output's rounding error (the residual). Hopper's backward up to head dim 128 needs it for the
+    gradient of sinks; plain Triton's does not. torch.compile traces this function, so the device is checked in `empty_residual`."""
     return not (alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0) and hopper_wants_residual(q, v, (sinks,), impl, 128)
 
 
 def hopper_wants_residual(q: Tensor, v: Tensor, learned: tuple[Tensor | None, ...], impl: str | None, widest: int) -> bool:
-    """Whether Hopper's backward up to a head dim of `widest` would make a gradient of one of `learned`, into which delta would carry the
-    output's rounding error."""
+    """Whether a gradient of one of the `learned` tensors is wanted and Hopper's backward, up to a head dim of `widest`, may make it.
+    Without the residual, delta = rowsum(dO * O) would carry the rounding error of O into such a gradient."""
     if impl == "triton" or not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in learned):
         return False
     return q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= widest
 
 
 def empty_residual(q: Tensor, v: Tensor, wanted: bool) -> Tensor:
-    """A tensor like the output for its rounding error; empty if it is not wanted or the GPU is not a Hopper."""
+    """A tensor like the output for its rounding error; it has no elements if that is not wanted or the GPU is no Hopper."""
     from attnzoo_kernels._triton.launch import architecture
 
     kept = wanted and not (q.is_cuda and architecture(q.device) != 90)
@@ -84,7 +84,7 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_
 
 def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks, impl,
                deterministic, *numbers, into=None):
-    """dQ, dK, dV and the gradient of `sinks`. sinks: given only if their gradient is wanted; else that is empty."""
+    """dQ, dK, dV and the gradient of `sinks`, which is empty if sinks is None. sinks: given only if their gradient is wanted."""
     from attnzoo_kernels._triton import launch
 
     kept = residual if residual.numel() else None
@@ -130,13 +130,13 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, 
 
 
 def _gradient_of_sinks(sinks: Tensor, stats: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sink's weight in each row times minus the row's delta, added up in a fixed order and in float64, because the rows cancel."""
-    top, norm_stat = stats
+    """The sum over rows of -(the sink's weight) * delta, in a fixed order and in float64, because the rows nearly cancel."""
+    row_max, sum_stat = stats
     sink = sinks.float().view(-1, 1)
     if dtype == torch.float32:  # the statistics of `_triton.softmax` are in natural units there
-        weight = torch.exp(sink.double() - top.double()) / norm_stat
+        weight = torch.exp(sink.double() - row_max.double()) / sum_stat
     else:
-        weight = torch.exp2(sink * math.log2(math.e) - top - norm_stat)
+        weight = torch.exp2(sink * math.log2(math.e) - row_max - sum_stat)
     return -(weight.double() * delta).sum(1 if delta.dim() == 2 else (0, 2)).to(sinks.dtype)
 
 
@@ -145,7 +145,7 @@ def _backward_op(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, sinks: Tensor | None,
     impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as the fake says, by either implementation
+    apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # contiguous, as _fake_backward says
     return _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks,
                       impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
 
@@ -163,7 +163,7 @@ def _backward_joint_op(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, sinks: Tensor | None,
     impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """dQ, dK and dV side by side, (..., sum of heads x width), and the gradient of sinks."""
+    """(dQ, dK and dV side by side in one tensor (..., sum of heads x width); the gradient of sinks)."""
     joint = q.new_empty(*q.shape[:-2], sum(_widths(q, k, v)))
     dsinks = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks,
                         impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
@@ -184,6 +184,7 @@ def _widths(*tensors: Tensor) -> list[int]:
 
 
 def _apart(joint: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of the parts of `joint`, each with the shape of one of the tensors."""
     return tuple(part.unflatten(-1, x.shape[-2:]) for part, x in zip(joint.split(_widths(*tensors), joint.dim() - 1), tensors, strict=True))
 
 

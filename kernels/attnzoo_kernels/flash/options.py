@@ -15,16 +15,19 @@ C_BLOCK = 128  # rows of a block in KeyBias; the rows of tiles divide it
 
 
 class KeyBias(NamedTuple):
-    """c of every key and query head, in the softmax's units. c_i - c_j is added to scores, where i is the query's own key.
+    """A bias by key, such as a cumulative forget gate: a number c for every key and query head, in the softmax's units.
 
-    c is stored in blocks of C_BLOCK rows of one sequence and head: first the blocks of keys, then those of queries. Blocks of packed
-    sequences lie by find_tile's slots.
+    c_i - c_j is added to the score of query i and key j, where c_i is that of the key on query i's diagonal, the query's own key.
+
+    For 16-bit inputs, c is stored in blocks of C_BLOCK rows of one sequence and head, each relative to c at the block's start: first the
+    blocks of all keys, then those of all queries. Packed sequences have a block for each of find_tile's slots.
     """
 
-    c: Tensor | None  # float32 (blocks, C_BLOCK), minus the block's start; for keys in the unit of the products. For float32 tensors
-    # (2, batch, heads, seqlen_k) or (2, heads, total): high and low parts
-    starts: Tensor | None  # float32 (blocks, 2), high and low part of c at each block's start; not for float32 tensors
-    ends: Tensor | None  # int32 (blocks,): for queries the first block of keys to read, for keys the end of the blocks of queries
+    c: Tensor | None  # float32 (blocks, C_BLOCK), relative to the block's start; for keys in the unit of the products q·k. For float32
+    # inputs (2, batch, heads, seqlen_k) or (2, heads, total): high and low parts of c itself
+    starts: Tensor | None  # float32 (blocks, 2), high and low part of c at each block's start; not for float32 inputs
+    ends: Tensor | None  # int32 (blocks,), for skipping tiles: for a block of queries the first block of keys that it does not skip, for a
+    # block of keys the end of the blocks of queries that do not skip it
 
 
 NO_KEY_BIAS = KeyBias(None, None, None)
@@ -32,7 +35,7 @@ DISTANCE_PAD = 256  # more than the rows and columns of any tile
 
 
 class DistanceBias(NamedTuple):
-    """What is added to scores by distance, and, in a backward, the sums of dS by distance, as integers."""
+    """A bias by the distance from query to key, and, in a backward, the sums of dS by distance, as integers."""
 
     table: Tensor | None  # float32 (heads, distances + 2 DISTANCE_PAD), in the softmax's units; the padding repeats its ends
     sums: Tensor | None = None  # int64 (heads, distances), zeros before the launch; None if no gradient is wanted
@@ -48,7 +51,7 @@ class Options(Call):
     slopes_stride: int | None = None  # batch stride of ALiBi's slopes; None: no ALiBi
     softcap: float = 0.0
     dropout_p: float = 0.0
-    dropout_from_row: bool = False  # rng_state has the row of its mask that each sequence's first query has
+    dropout_from_row: bool = False  # rng_state also says which row of the dropout mask each sequence's first query has
     key_bias: bool = False
     ranges: bool = False  # `sequences` counts key ranges; queries and keys are one dense sequence each
     pruned: bool = False  # tiles are skipped by KeyBias's ends

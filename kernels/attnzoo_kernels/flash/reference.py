@@ -40,7 +40,7 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
     total_q = q.shape[0]
     if ranges is not None:
         times = times_seen(ranges, q.shape[0], k.shape[0], window_size)
-        # tokens in no range may hold anything: a weight of 0 times NaN would be NaN
+        # tokens that are in no range may hold NaN, and 0 times NaN would be NaN
         idle_q, idle_k = ((times == 0).all(side)[:, None, None] for side in (1, 0))
         q, k, v = (x.masked_fill(idle, 0).unsqueeze(0) for x, idle in ((q, idle_q), (k, idle_k), (v, idle_k)))
     elif packed:
@@ -65,21 +65,21 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
     scores = scores.masked_fill(seen == 0, -torch.inf)
 
     # softmax by hand: a row that sees no key gives zeros, and no NaN in any gradient
-    top = scores.amax(-1, keepdim=True) if columns else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    row_max = scores.amax(-1, keepdim=True) if columns else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     sink = None if sinks is None else sinks.to(scores.dtype).view(1, -1, 1, 1)
     if sink is not None:
-        top = torch.maximum(top, sink)
-    top = top.detach().masked_fill(top == -torch.inf, 0)
-    weights = torch.exp(scores - top)
+        row_max = torch.maximum(row_max, sink)
+    row_max = row_max.detach().masked_fill(row_max == -torch.inf, 0)
+    weights = torch.exp(scores - row_max)
     if ranges is not None:
         weights = weights * seen  # a key that a query sees in two ranges counts twice
-    norm = weights.sum(-1, keepdim=True)
+    row_sum = weights.sum(-1, keepdim=True)
     if sink is not None:
-        norm = norm + torch.exp(sink - top)
-    empty = norm == 0
-    norm = norm.masked_fill(empty, 1)
-    lse = (top + norm.log()).masked_fill(empty, -torch.inf).squeeze(-1)
-    weights = weights / norm
+        row_sum = row_sum + torch.exp(sink - row_max)
+    empty = row_sum == 0
+    row_sum = row_sum.masked_fill(empty, 1)
+    lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf).squeeze(-1)
+    weights = weights / row_sum
     if dropout_p > 0:
         keep, keep_prob = keep_mask(rng_state, dropout_p, (batch, heads, rows, columns))
         weights = weights.masked_fill(~keep, 0) / keep_prob

@@ -1,4 +1,4 @@
-"""The FP8 forward's mainloop: a consumer's queries against the keys that the loading warp brings.
+"""The FP8 forward's mainloop: a consumer's queries against the keys that the producer warp brings.
 
 The weights become the first operand of P V in the same registers in which the product Q Kᵀ left their scores. For this, the keys of a tile
 lie in the order that this operand needs: column (h, w, b) of a tile of scores is key 4 w + 2 h + b.

@@ -28,16 +28,16 @@ def forgetting_attention(
     prune: bool | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): the weight of key j is reduced by
-    the gates of the tokens after it, up to query i's own. Forward and backward by online softmax, in linear memory.
+    """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): the weight of key j is reduced by the gates of the tokens after
+    it, up to query i's own. Forward and backward by online softmax, in linear memory.
 
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and grouped heads: as `flash_attention` has them. The mask is causal,
-    as it has it: key j is seen by query i if j <= i + seqlen_k - seqlen_q.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and grouped heads: as in `flash_attention`. The mask is always causal,
+    aligned to the bottom right: query i sees key j if j <= i + seqlen_k - seqlen_q.
 
-    log_f: float32 (the reference also takes float64), the logarithm of the forget gate of every key's token and query head, (batch,
-        seqlen_k, heads), packed (total, heads) as k has its tokens. Finite; logarithms of gates are at most 0, which is not checked. Sums
-        are exact at any length, but within a sequence must stay below 3e7 in magnitude (for the kernels). c starts anew in each one.
-    c_i is the c of key i + seqlen_k - seqlen_q, the last one that query i sees.
+    log_f: float32 (the reference also takes float64), the natural logarithm of the forget gate of every key's token and query head,
+        (batch, seqlen_k, heads), or packed (total, heads) with the tokens of k. Finite, and at most 0, which is not checked.
+    c: the sum of log_f along each sequence. The kernels compute it exactly at any length, if it stays below 3e7 in magnitude. c_i is the c
+        of key i + seqlen_k - seqlen_q, the last one that query i sees.
     window_size: (left, right), inclusive around that key, -1 is unlimited; right has no effect.
     softmax_scale: any finite number; default head_dim ** -0.5.
     A query that sees no key gives zeros and LSE -inf, and finite gradients.
@@ -47,15 +47,16 @@ def forgetting_attention(
     deterministic: True: repeated runs give the same bits in the backward, too; it is then plain Triton's. None follows
         torch.are_deterministic_algorithms_enabled(). The forward always repeats bit by bit.
     prune: True: the kernels and the path for CPUs skip tiles whose weights together are too small to change a float32. In these, c_i - c_j
-        is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17), where |q| and |k| are lengths of the head's vectors. None: True from
-        1024 keys (packed: tokens) on without a window. `blocks.passed_over` gives the share of skipped tiles. The reference skips none.
+        is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17), where |q| and |k| are norms of the head's vectors. None means True
+        if there are at least 1024 keys (packed: tokens) and no window. `blocks.passed_over` gives the share of skipped tiles. The reference
+        skips none.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". None takes,
         on CUDA tensors, gluon if it supports the call (`why_not_gluon`), else triton; on CPU ones cpu.
         "cpu" is PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call
-        raises. Gluon's backward supports bfloat16 and queries and keys of the same lengths (packed: with one cu_seqlens), and not
-        deterministic=True; other calls take plain Triton's backward. It is faster than that one and less exact, and the output's rounding
-        error is kept for it, a tensor like the output. Where keys and values have large means, its gradients can have more than twice the
-        error of eager attention.
+        raises. Gluon's backward supports bfloat16, and queries and keys of the same lengths (packed: one tensor as both cu_seqlens), but
+        not deterministic=True; other calls take plain Triton's backward, which is slower and more exact. For Gluon's backward the forward
+        also keeps the output's rounding error, a tensor like the output. Where keys and values have large means, gradients of Gluon's
+        backward can have more than twice the error of eager attention.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -1,8 +1,8 @@
-"""c for the 16-bit kernels, as `flash.options.KeyBias`: blocks of rows of a sequence and head, each with its start and the rows'
-differences from that. Also which blocks of keys a block of queries may skip.
+"""c for the 16-bit kernels, in the form of `flash.options.KeyBias`: blocks of rows of a sequence and head, each with c at its start and the
+differences of the rows from that. Also which blocks of keys a block of queries may skip.
 
-All kernels of a call compute a weight from the same two differences, so that it is the same number in each. This matters because the sums
-of dS by query and by key cancel over a whole sequence.
+c_i - c_j is computed from the rows' differences and the difference of the two starts, in the same way in all kernels of a call, so that a
+weight is the same number in each. This matters because the sums of dS by query and by key cancel over a whole sequence.
 """
 
 import functools
@@ -22,7 +22,7 @@ from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
 LOG2E = tl.constexpr(math.log2(math.e))
 MARGIN = tl.constexpr(NEGLIGIBLE)
-PARTS = tl.constexpr(3)  # numbers of bfloat16 that hold a float32
+PARTS = tl.constexpr(3)  # how many bfloat16 numbers have a float32 as their sum
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "group", "before"],
@@ -32,9 +32,10 @@ def forgetting_blocks_kernel(x_ptr, c_ptr, rows_ptr, starts_ptr, extremes_ptr, l
                              stride_batch, stride_row, stride_head, unit, n_seqs, seqlen, seqlen_k, heads, group, before,
                              PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, IN_PARTS: tl.constexpr,
                              PRUNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Stores c of a block of keys, or of a block of queries' own keys. x: these keys or queries. PRUNED: also the smallest c of keys, or
-    the largest c of queries, and the length of the longest row of x. IN_PARTS: for keys also -c as three numbers of bfloat16, whose sum it
-    is.
+    """Stores c of a block of keys, or, under QUERIES, of the keys on the diagonal of a block of queries. x: these keys or queries.
+
+    PRUNED: also the smallest c of the keys, or the largest c of the queries (extremes), and the largest norm of a row of x (longest).
+    IN_PARTS: for keys also -c as the sum of PARTS bfloat16 numbers (parts).
     """
     place = program_tile(cu_seqlens, cu_seqlens_k, n_seqs, seqlen, seqlen_k, heads, BLOCK, PACKED, False)
     lanes = tl.arange(0, BLOCK)
@@ -53,7 +54,8 @@ def forgetting_blocks_kernel(x_ptr, c_ptr, rows_ptr, starts_ptr, extremes_ptr, l
     tl.store(rows_ptr + block * BLOCK + lanes, more)
     if IN_PARTS and not QUERIES:
         rest = -more
-        for part in tl.static_range(PARTS):  # the 8 bits of highest order of what is left; the last part is all of it
+        # each part has the sign, the exponent and the highest 8 bits of what the parts before it leave; nothing is left after the last one
+        for part in tl.static_range(PARTS):
             high = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
             tl.store(parts_ptr + (block * PARTS + part) * BLOCK + lanes, high.to(tl.bfloat16))
             rest -= high
@@ -71,13 +73,13 @@ def forgetting_blocks_kernel(x_ptr, c_ptr, rows_ptr, starts_ptr, extremes_ptr, l
         x = load_rows(head_rows(Operand(x_ptr, stride_batch, stride_row, stride_head), place.batch, place.head // group, place.first,
                                 place.length, False), place.row, WIDTH, BLOCK, BLOCK_WIDTH, True, False).to(tl.float32)
         squares = tl.sum(x * x, 1)
-        squares = tl.where(squares != squares, float("inf"), squares)  # a maximum does not see a NaN
+        squares = tl.where(squares != squares, float("inf"), squares)  # a maximum would ignore a NaN
         tl.store(longest_ptr + block, tl.sqrt(tl.max(squares, 0)))
 
 
 @triton.jit
 def _longest(longest_ptr, first, count):
-    """The longest row of `count` blocks."""
+    """The largest norm of a row of `count` blocks."""
     longest = 0.0
     for start in range(0, count, 128):
         n = start + tl.arange(0, 128)
@@ -92,8 +94,9 @@ def forgetting_ends_kernel(extremes_ptr, longest_ptr, ends_ptr, cu_seqlens, othe
     """Stores, for a block of queries, the first block of keys that it must not skip; for a block of keys, the end of the blocks of queries
     that must not skip it.
 
-    A weight is negligible, whatever q and k are, where c of the key lies `farthest` below c of the query: scores without gates differ by
-    at most twice the product of the longest q and the longest k, and a query sees its own key.
+    A weight is negligible where c_i - c_j < -farthest. The row's maximum is at least the score of the query's own key, and scores without
+    gates differ from that by at most 2 * scale * max|q| * max|k|. The logarithm of the number of keys bounds the sum of all skipped
+    weights.
     """
     place = program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK, PACKED, False)
     if PACKED:
@@ -128,7 +131,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k
     sequences, seqlen_q, seqlen_k = call.sizes(q[0], k[0])
     of_keys, of_queries = (call.programs(heads, seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
     constants = [{"PACKED": call.packed, "QUERIES": queries, "BLOCK": C_BLOCK} for queries in (False, True)]
-    of_blocks = [of | {"IN_PARTS": in_parts, "PRUNED": call.pruned, "WIDTH": width, "BLOCK_WIDTH": block_width(width)} for of in constants]
+    of_blocks = [c | {"IN_PARTS": in_parts, "PRUNED": call.pruned, "WIDTH": width, "BLOCK_WIDTH": block_width(width)} for c in constants]
     scale, group = call.softmax_scale, heads // kv_heads
     unit = scale * math.log2(math.e)
     blocks = [Launch(forgetting_blocks_kernel, of_keys, (*strides(k), unit, sequences, seqlen_k, seqlen_k, heads, group, 0), of_blocks[0],
@@ -141,7 +144,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k
 
 
 def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple[int, ...], ...]:
-    """The shapes of KeyBias's tensors; a tensor that a call does not need is empty."""
+    """The shapes of KeyBias's c, starts and ends; the first dimension of a tensor that a call does not need is 0."""
     sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
     count = sum(options.programs(q.shape[-2], seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
     exact = q.dtype == torch.float32
@@ -149,7 +152,7 @@ def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple
 
 
 def empty_parts(q: Tensor, k: Tensor, options: Options) -> Tensor:
-    """Room for the parts of c of a call's keys."""
+    """An uninitialised tensor for the parts of c, bfloat16 (blocks of keys, PARTS, C_BLOCK)."""
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     count = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
     return torch.empty(count, PARTS.value, C_BLOCK, dtype=torch.bfloat16, device=q.device)
@@ -157,7 +160,7 @@ def empty_parts(q: Tensor, k: Tensor, options: Options) -> Tensor:
 
 def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
              parts: Tensor | None = None) -> KeyBias:
-    """The KeyBias of a call. parts: `empty_parts`, filled with -c of the blocks of keys."""
+    """The KeyBias of a call. parts: `empty_parts`, which is filled with -c of the keys, relative to their block's start."""
     c = gates.cumulative(log_f, cu_seqlens_k)
     exact = q.dtype == torch.float32
     of_rows, of_starts, of_ends = shapes(q, k, log_f, options)

@@ -1,7 +1,7 @@
 """From log f to c, its sums along each sequence, and from the gradient of c back to that of log f.
 
-The sums are taken in integers, so they are exact in any order. Those of a packed sequence are a difference of sums over all tokens, and no
-order needs to be fixed.
+Sums are taken in integers (fixed point), so that they are exact in any order. So a packed sequence's sums can be computed as differences of
+sums over all tokens.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo_kernels.packing import token_positions
 
 NEGLIGIBLE = 17.0  # e**-17 is less than float32's rounding of one
-FIXED = 2.0**38  # the integer that stands for 1.0; c may be up to 3e7
+FIXED = 2.0**38  # the integer that stands for 1.0: an int64 holds c up to 3e7
 
 
 def cumulative(log_f: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -25,16 +25,17 @@ def cumulative(log_f: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def in_two_parts(c: Tensor) -> Tensor:
-    """c as the plain kernels take it for float32 tensors: float32 (2, *c.shape), high parts and then low parts."""
+    """c for the plain kernels with float32 inputs: float32 (2, *c.shape), the high parts and then the low parts, whose sum is c."""
     high = c.float()
     return torch.stack((high, (c - high).float()))
 
 
 def gradient(columns: Tensor, rows: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-    """The gradient of log f, float32, from the sums of dS by key and query head and those by query, in float64. Both are laid out as c is.
+    """The gradient of log f, float32, laid out as log f. columns, rows: the sums of dS by key, and by query (in float64), laid out as c and
+    as the LSE.
 
-    Without rounding, the sums by query would be zero. What they are because of rounding must be included, or the error would grow with the
-    number of later queries.
+    dc is the sum by query minus the sum by key, and the gradient of log f sums dc over all tokens from its own on. Without rounding, the
+    sums by query would be zero. They must be included, because otherwise the rounding errors of later queries would add up.
     """
     dc = -columns.double()
     if cu_seqlens_q is None:
@@ -45,8 +46,7 @@ def gradient(columns: Tensor, rows: Tensor, cu_seqlens_q: Tensor | None, cu_seql
         dc[..., :both] += rows[..., :both]
     elif dc.shape[-1] > 0:
         total = rows.shape[-1]
-        own = token_positions(cu_seqlens_q, total)
-        sequence_starts = torch.arange(total, device=rows.device) - own
+        sequence_starts = torch.arange(total, device=rows.device) - token_positions(cu_seqlens_q, total)
         starts = cu_seqlens_k[torch.searchsorted(cu_seqlens_q[1:], sequence_starts.int(), right=True).clamp(max=len(cu_seqlens_q) - 2)]
         keys = starts + token_positions(cu_seqlens_q, total, cu_seqlens_k)
         dc.index_add_(-1, keys.clamp(0, dc.shape[-1] - 1), rows)
@@ -56,10 +56,10 @@ def gradient(columns: Tensor, rows: Tensor, cu_seqlens_q: Tensor | None, cu_seql
     fixed = (dc * scale).round().to(torch.int64)
     sums = fixed.cumsum(-1)
     if cu_seqlens_k is None:
-        behind = sums[..., -1:] - sums
+        after = sums[..., -1:] - sums
     else:
         token = torch.arange(dc.shape[-1], device=dc.device)
         ends = cu_seqlens_k[1:].long()
         last = ends[torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)] - 1
-        behind = sums[..., last.clamp(min=0)] - sums
-    return ((behind + fixed).double() / scale).mT.float()
+        after = sums[..., last.clamp(min=0)] - sums
+    return ((after + fixed).double() / scale).mT.float()

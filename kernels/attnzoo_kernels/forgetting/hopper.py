@@ -1,8 +1,9 @@
-"""Forgetting attention's forward for Hopper: flash's, with a bias by key.
+"""Forgetting attention's forward for Hopper: flash's forward, with a bias by key.
 
-Tensor cores add a key's bias, relative to the start of its block, to its scores: it lies in shared memory in three parts (`empty_parts`).
-What is left is the same for all keys of a block, and goes with the rows' maxima. Statistics are relative to c at the start of the queries'
-block, as those of the plain kernels are.
+The bias c_i - c_j of a score has three terms. Minus c of the key, relative to the start of its block, is added by the tensor cores, from
+shared memory, where it lies in three parts (`empty_parts`). The difference of the two blocks' starts is the same for all scores of a step
+and is subtracted together with the row maximum (APART). c of the query, relative to the start of its block, is the same for all scores of a
+row. It is left out and added to the LSE only (MORE), so that the statistics lack it, as those of the plain kernels do.
 """
 
 from typing import Any, NamedTuple
@@ -24,24 +25,23 @@ BLOCK = gl.constexpr(C_BLOCK)
 class Gates(NamedTuple):
     desc: Any  # of the keys' parts; a box is a block
     parts: Any  # [STAGES, 16, BLOCK] in shared memory; TMA fills the rows behind the three parts with zeros
-    c: Any  # of KeyBias, like starts
-    starts: Any
-    unit: Any  # the factor from base 2 to the unit of the products
+    c: Any  # of KeyBias
+    starts: Any  # of KeyBias
+    unit: Any  # the factor from base 2 to the unit of the products q·k
     ends: Any  # of the blocks of queries, from KeyBias; () without pruning
 
 
 class Near(NamedTuple):
-    """For a consumer's span: the number of the first block of its sequence's and head's keys, that of its own queries' block, and c at that
-    block's start, in two parts."""
+    """`own` of a consumer's span."""
 
-    keys: Any
-    queries: Any
-    start: Any
+    keys: Any  # number of the first block of keys of its sequence and head
+    queries: Any  # number of the block of its queries
+    start: Any  # c at that block's start, in two parts
 
 
 @gluon.jit
 def _own(tensors, numbers, scale, config):
-    """OWN."""
+    """OWN: a Gates."""
     ends = ()  # Triton 3.6 returns no struct with None in it
     if tensors[3] is not None:
         ends = tensors[3]
@@ -50,7 +50,7 @@ def _own(tensors, numbers, scale, config):
 
 @gluon.jit
 def block_start(starts, block, there=True):
-    """c at a block's start, in two parts. They are not one float64: one addition in float64 a step costs a fifth of the forward's time."""
+    """c at a block's start, in two float32 parts. One float64 addition in each step would cost a fifth of the forward's time."""
     return gl.load(starts + 2 * block, mask=there, other=0.0), gl.load(starts + 2 * block + 1, mask=there, other=0.0)
 
 
@@ -72,8 +72,7 @@ def blocks_before(sequence, head, first, seqlen, problem, PACKED: gl.constexpr):
 
 @gluon.jit
 def _load_bias(slot, tile, key, program, config):
-    """LOAD_BIAS. Keys past a packed sequence's end may lie past the last block; they get zeros or another block's numbers, and nothing sees
-    them."""
+    """LOAD_BIAS. Keys past a packed sequence's end may get zeros or another block's numbers: no query sees them."""
     problem = program.problem
     block = blocks_before(tile.sequence, tile.head, tile.first_k, problem.seqlen_k, problem, config.PACKED) + key // BLOCK
     load_tile(program.own.desc, program.own.parts, program.bars.k_full, slot, block, 0, 0)
@@ -87,14 +86,14 @@ def _key_bias(slot, KEYS: gl.constexpr, program, config):
 
 @gluon.jit
 def _apart(column, s, program, config):
-    """APART: it is below zero in first tiles of keys only."""
-    less = apart(block_start(program.own.starts, s.own.keys + column // BLOCK, column < s.len_k), s.own.start)
-    return less, less * program.own.unit
+    """APART: the difference of c at the starts of the two blocks. Only in a consumer's first tile of keys it may be below zero."""
+    difference = apart(block_start(program.own.starts, s.own.keys + column // BLOCK, column < s.len_k), s.own.start)
+    return difference, difference * program.own.unit
 
 
 @gluon.jit
 def _next_tile(index, program, config):
-    """NEXT_TILE. Under pruning, which is OPTIONS, the consumers also get the first tile of keys that a tile of queries does not skip."""
+    """NEXT_TILE. OPTIONS says whether tiles are pruned: then the consumers also get the first tile of keys that is not skipped."""
     t = next_tile(index, program, config)
     words, own = t.words, t.own
     if config.OPTIONS:
@@ -112,7 +111,7 @@ def _next_tile(index, program, config):
 
 @gluon.jit
 def _loaded(tile, program, config):
-    """LOADED."""
+    """LOADED, without the skipped tiles of keys."""
     begin, end = loaded_tiles(tile, program, config)
     if config.OPTIONS:
         begin = gl.minimum(gl.maximum(begin, tile.own[0]), end - 1)
@@ -152,8 +151,8 @@ HOOKS = (("OWN", _own), ("NEXT_TILE", _next_tile), ("LOADED", _loaded), ("LOAD_B
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    bias: KeyBias, parts: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. parts:
-    of `blocks.key_bias`."""
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for calls that forward_reason accepts. bias, parts: as
+    `blocks.key_bias` makes them. residual: where the output's rounding error is stored, a tensor like the output."""
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     of_keys = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
     own = descriptor(parts[:, :, None], 16, C_BLOCK), bias.c, bias.starts, bias.ends[of_keys:] if options.pruned else None

@@ -1,7 +1,7 @@
-"""Forgetting attention's backward for Hopper: flash's with a bias by key. It also sums dS by key and by query.
+"""Forgetting attention's backward for Hopper: flash's backward with a bias by key. It also sums dS by key and by query.
 
-Both sums are products with ones, of the same rounded dS from which dK and dQ are made; else their errors would add up over a sequence. The
-sums by query are added up in any order. If the order must be fixed, plain Triton's backward takes the call.
+Both sums are products with ones, of the same rounded dS from which dK and dQ are made; otherwise their errors would add up over a sequence.
+The sums by query are added up in any order. If the order must be fixed, plain Triton's backward takes the call.
 """
 
 from typing import Any, NamedTuple
@@ -25,18 +25,18 @@ ROWS = 64  # queries of a step: at width 64 the scores of 128 queries and the bi
 
 
 class Own(NamedTuple):
-    c: Any  # of KeyBias; query i's own key is key i, so that the blocks of keys serve both sides
+    c: Any  # of KeyBias; only the blocks of keys are used: query i is on the diagonal of key i, so that both have the same c
     starts: Any
     columns: Any  # where the sums of dS by key are stored, in blocks like c's
     rows: Any  # to which the sums of dS by query are added, in tiles like those of dQ
     ends: Any  # of KeyBias; () without pruning
-    ones: Any
-    numbers: Any  # the columns of pair_tiles
+    ones: Any  # the ones of sum_in_flight, in shared memory
+    numbers: Any  # the `columns` of pair_tiles, in shared memory
 
 
 @gluon.jit
 def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN."""
+    """OWN: an Own."""
     ends = ()  # Triton 3.6 returns no struct with None in it
     if tensors[4] is not None:
         ends = tensors[4]
@@ -46,7 +46,7 @@ def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 @gluon.jit
 def _columns(own):
-    """COLUMNS."""
+    """COLUMNS: shared memory for the `columns` of pair_tiles."""
     return own.numbers
 
 
@@ -64,7 +64,7 @@ def _blocks(batch, number, kv_head, key, problem, c):
 
 @gluon.jit
 def _pruned_tile(problem, own, c):
-    """TILE: next_key_tile, whose steps end with the last queries that do not skip it for some query head of the group."""
+    """TILE: next_key_tile, whose steps end with the last queries that do not skip the tile, for any query head of the group."""
     t, sequence, first_q = next_key_tile(problem, own, c)
     block, head_tiles = _blocks(t.batch, t.number, t.kv_head, t.key, problem, c)
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -82,18 +82,18 @@ class Head(NamedTuple):
     """What the steps of a query head take in place of the scale."""
 
     scale: Any
-    unit: Any  # the factor from base 2 to the unit of the products
+    unit: Any  # the factor from base 2 to the unit of the products q·k
     own: Any
     start: Any  # c at the start of the keys' block, in two parts
     near: Any  # c of a consumer's keys minus `start`
     tile: Any  # number of the keys' block of c
-    first_tile: Any  # that of the first block of the sequence and head
-    dq_tile: Any
+    first_tile: Any  # number of the first block of c of the sequence and head
+    dq_tile: Any  # number of the first tile of dQ of the sequence and head
 
 
 @gluon.jit
 def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
-    """HEAD."""
+    """HEAD: a Head."""
     key = word(smem.work, slot, "key")
     first, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), word(smem.work, slot, "kv_head"), key,
                                 problem, c)
@@ -106,27 +106,27 @@ def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr)
 
 @gluon.jit
 def _early(dq_tile, head, c):
-    """EARLY: c at the start of the keys' block minus c at the start of the queries'."""
+    """EARLY: c at the start of the keys' block minus c at the start of the queries' block, in the unit of the products."""
     j = dq_tile - head.dq_tile
     return apart(head.start, block_start(head.own.starts, head.first_tile + j * c.ROWS // BLOCK)) * head.unit
 
 
 @gluon.jit
-def _weights(scores, less, smem, stage, head, low, high, c, MASKED: gl.constexpr):
-    """WEIGHTS, with the bias."""
-    return softmax_weights(scores - (head.near + less)[:, None], less, smem, stage, head.scale, low, high, c, MASKED)
+def _weights(scores, difference, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+    """WEIGHTS, with the bias. difference: as _early gives it."""
+    return softmax_weights(scores - (head.near + difference)[:, None], difference, smem, stage, head.scale, low, high, c, MASKED)
 
 
 @gluon.jit
 def _start_sums(columns, ds, head, smem, c, ME: gl.constexpr):
-    """START_SUMS: of the 64 queries of a step, by key and by query."""
+    """START_SUMS: the products that sum dS of a step by key and by query."""
     ones = head.own.ones
     return sum_in_flight(ds, False, columns, ones), sum_in_flight(ds, True, no_sums(), ones)
 
 
 @gluon.jit
-def _end_sums(products, less, head, dq_tile, c):
-    """END_SUMS: those by query go to memory."""
+def _end_sums(products, difference, head, dq_tile, c):
+    """END_SUMS: adds the sums by query to global memory."""
     columns, rows = products
     add_rows(rows, head.own.rows, dq_tile, c)
     return columns
@@ -134,7 +134,7 @@ def _end_sums(products, less, head, dq_tile, c):
 
 @gluon.jit
 def _store_sums(columns, head, bounds, c, ME: gl.constexpr):
-    """STORE_SUMS: those by key."""
+    """STORE_SUMS: stores the sums by key."""
     keys = head.tile.to(gl.int64) * KEYS + ME * HALF
     gl.store(head.own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, columns.type.layout)), first_column(columns))
 
@@ -148,7 +148,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None
                     deterministic: bool) -> str | None:
     """Why this path does not take the call; None if it does."""
     if deterministic:
-        return "its sums have no order"
+        return "its sums have no fixed order"
     if q.dtype == torch.float16:
         return "the gradient of log_f would break the error rule in float16"
     if q.shape[:-2] != k.shape[:-2] or cu_seqlens_q is not None and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():

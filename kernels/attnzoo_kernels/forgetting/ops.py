@@ -1,4 +1,4 @@
-"""Forgetting attention's launches behind autograd. Triton is imported in them."""
+"""Forgetting attention's launches behind autograd. The functions import Triton when they are called."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,11 @@ from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.flash.ops import empty_residual, hopper_wants_residual
 from attnzoo_kernels.forgetting import gates
 
-FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
+FEWEST_KEYS = 1024  # with fewer keys, finding the tiles to skip would cost more than skipping saves
 
 
 def prunes(k: Tensor, window_left: int, prune: bool | None) -> bool:
+    """Whether tiles are skipped; None decides by the number of keys."""
     return k.shape[-3] >= FEWEST_KEYS and window_left < 0 if prune is None else prune
 
 
@@ -23,7 +24,7 @@ def _options(cu_seqlens_q: Tensor | None, k: Tensor, softmax_scale: float, windo
 
 
 def wants_residual(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, impl: str | None, deterministic: bool) -> bool:
-    """Like flash's: for dQ, dK and the gradients of the gates."""
+    """Whether the forward must keep the output's rounding error: Hopper's backward needs it for dQ, dK and the gradient of log_f."""
     taken = not deterministic and q.dtype == torch.bfloat16 and q.shape[:-2] == k.shape[:-2]
     return taken and hopper_wants_residual(q, v, (q, k, log_f), impl, 128)
 
