@@ -1,8 +1,9 @@
 """Patterns by layer: kinds of layers by name, and which layer is of which kind. No torch here.
 
-A description is plain: `pattern`, a list of names that the layers take in turn, and by each name a mapping of what layers of that kind
-override in the model, such as {"pattern": ["local", "full"], "local": {"attention": {"window_size": [127, 0]}}, "full": {}}. Of
-`attention`, a mapping with `_target_` replaces the model's and one without is merged over it.
+A description, called `layers`, is a mapping of plain types. `pattern` is a list of kinds, which the layers take in turn. Every other key is
+the name of a kind; its value says what layers of that kind override in the model, such as
+{"pattern": ["local", "full"], "local": {"attention": {"window_size": [127, 0]}}, "full": {}}. An `attention` with `_target_` replaces the
+model's attention, one without is merged over it.
 """
 
 import copy
@@ -43,7 +44,7 @@ def kinds(layers: Mapping[str, Any] | None, n_layers: int) -> list[str | None]:
 
 
 def _described(layers: Any) -> dict[str, Mapping]:
-    """What each kind overrides, by its name."""
+    """What each kind overrides, by the kind's name. Raises ValueError for what is no such mapping."""
     if layers is None:
         return {}
     if not isinstance(layers, Mapping):
@@ -62,14 +63,14 @@ def _described(layers: Any) -> dict[str, Mapping]:
 
 
 def overrides(layers: Mapping[str, Any] | None, kind: str | None) -> dict[str, Any]:
-    """What layers of this kind override, but for `attention`; a kind without rotation leaves the model's scaling of it behind."""
+    """What layers of this kind override, without `attention`. A kind that is not rotary also resets the model's rotary options."""
     own = dict((layers or {}).get(kind) or {}) if kind else {}
     own.pop("attention", None)
     return {**(ROTARY if own.get("positions", "rotary") != "rotary" else {}), **own}
 
 
 def attention(layers: Mapping[str, Any] | None, kind: str | None, base: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of the attention of layers of this kind, of a model whose own is `base`."""
+    """The config of the attention of layers of this kind, in a model whose own attention config is `base`."""
     own = ((layers or {}).get(kind) or {}).get("attention") or {} if kind else {}
     if not isinstance(own, Mapping):
         raise ValueError(f"layers.{kind}.attention={own!r}: must be a mapping of options, or of a whole variant with its _target_")
@@ -77,7 +78,7 @@ def attention(layers: Mapping[str, Any] | None, kind: str | None, base: Mapping[
 
 
 def by_kind(model: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """A described model as layers of each of its kinds see it, with their attention; by None where there is no pattern."""
+    """The model's config as it holds for each kind of layer, with that kind's attention, by kind; the key is None without a pattern."""
     layers = model.get("layers")
     check(layers)
     found = dict.fromkeys((layers or {}).get("pattern") or [None])
@@ -85,19 +86,19 @@ def by_kind(model: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str | Non
 
 
 def key(kind: str | None) -> str:
-    """Where the attention of a kind stands on the command line."""
+    """The command line's key for the attention of a kind."""
     return f"layers.{kind}.attention" if kind else "attention"
 
 
 def attention_name(model: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """The variants of a described model and the kinds of its pattern, such as flash, or flash+differential[plain,last]."""
+    """The names of a model's variants, and of its kinds of layers if it has a pattern: flash, or flash+differential[plain,last]."""
     found = by_kind(model, base)
     variants = "+".join(dict.fromkeys(own["attention"]["_target_"].split(".")[-2] for own in found.values()))
     return variants if None in found else f"{variants}[{','.join(map(str, found))}]"
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`new` in place of `old` where it is a pattern with its kinds; kinds alone, or a pattern alone, are merged over those of `old`."""
+    """`new` itself if it has both a pattern and kinds. Otherwise `old`, with the pattern or the kinds of `new` merged over it."""
     if new and "pattern" in new and len(new) > 1:
         return copy.deepcopy(dict(new))
     return _merged(old or {}, new) if new else copy.deepcopy(old)
@@ -112,7 +113,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_positions(layers: Mapping[str, Any] | None, positions: str) -> None:
-    """Raises ValueError where a kind has learned positions that the model has not, or others beside those of the model."""
+    """Raises ValueError where one of a kind and the model has learned positions, and the other has not."""
     for name, own in _described(layers).items():
         if (found := own.get("positions", positions)) != positions and "learned" in (found, positions):
             raise ValueError(f"layers.{name}.positions={found}: does not go with model.positions={positions}, because learned positions "
@@ -120,7 +121,7 @@ def check_positions(layers: Mapping[str, Any] | None, positions: str) -> None:
 
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, where: str = "layers") -> dict[str, Any]:
-    """By dotted keys what of `new` differs from `old`; a variant in place of another one is a mapping, with its `_target_`."""
+    """The values of `new` that differ from `old`, by dotted key. Where another variant is chosen, the value is its whole mapping."""
     found: dict[str, Any] = {}
     for key, value in (new or {}).items():
         before = (old or {}).get(key)

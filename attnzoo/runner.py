@@ -52,9 +52,10 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     ckpt_path = checkpoint_to_resume(cfg.resume, cfg.ckpt_path, folder)
     origin = None
-    if cfg.init_from is not None:  # what goes on has its weights already, and the description that it began with
-        whole = ckpt_path and trained.Trained(str(ckpt_path), "checkpoint", checkpoint.read(ckpt_path))
-        origin = whole or trained.read(cfg.init_from, key="init_from")
+    if cfg.init_from is not None:
+        # a run that resumes has its weights in its own checkpoint, with the model that it was begun with
+        resumed = ckpt_path and trained.Trained(str(ckpt_path), "checkpoint", checkpoint.read(ckpt_path))
+        origin = resumed or trained.read(cfg.init_from, key="init_from")
         cfg = initial.configure(cfg, origin)
         checks.check_training(cfg)
     loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
@@ -77,12 +78,12 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         data.setup("fit")
         module = _build_module(cfg, data)
         checks.check_monitors(cfg, module)
-        if trainer.precision == "fp8":  # Lightning would only when the record is written
+        if trainer.precision == "fp8":  # Lightning would convert the model too late for the record
             module.record["fp8"] = fp8.convert(module.model)
-        begun = None
+        loaded = None
         if origin and ckpt_path is None:
-            begun = initial.load(module.model, origin, new=cfg.init_new, positions=cfg.init_positions)
-            module.record["init"] = {"from": origin.where, "kind": origin.kind, "changed": initial.changes(origin, cfg), **begun}
+            loaded = initial.load(module.model, origin, new=cfg.init_new, positions=cfg.init_positions)
+            module.record["init"] = {"from": origin.where, "kind": origin.kind, "changed": initial.changes(origin, cfg), **loaded}
         elif origin:
             module.record["init"] = origin.record.get("init")
         if trainer.world_size > 1:
@@ -90,12 +91,12 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         if trainer.is_global_zero:
             if ckpt_path is None:
                 _keep_config(cfg, folder, loggers)
-            else:  # when the checkpoint turns out to fit: a command that is refused changes nothing
+            else:  # not before the checkpoint is known to fit: a command that is refused must change nothing
                 trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: _keep_config(cfg, folder, loggers)))
             chosen = choices("model", "attention", "layers") if origin is None else initial.names(module.model, module.record)
             log.info(report.beginning([*chosen, *choices("data")], trainer, module, data, run_dir))
-            if begun:
-                log.info(initial.describe(origin, begun, cfg))
+            if loaded:
+                log.info(initial.describe(origin, loaded, cfg))
         fit(trainer, module, data, ckpt_path, run_dir, requeue=cfg.resume == "auto")
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if not metrics:
@@ -121,12 +122,12 @@ def evaluate(cfg: DictConfig) -> None:
     report.quiet()
     loggers: list[Any] = []
     try:
-        of_a_machine = ("run_dir", "ckpt_path", "runs", "store", "logger")
-        together.begin(cfg.accelerator, {name: value for name, value in plain(cfg).items() if name not in of_a_machine})
+        may_differ = ("run_dir", "ckpt_path", "runs", "store", "logger")  # between the processes
+        together.begin(cfg.accelerator, {name: value for name, value in plain(cfg).items() if name not in may_differ})
         loggers = build_loggers(cfg, run_dir, "eval") if together.is_first() else []
         if cfg.devices > 1:
             parts.measure(cfg)
-            cfg = OmegaConf.merge(cfg, {"remeasure": False})  # the processes did
+            cfg = OmegaConf.merge(cfg, {"remeasure": False})  # the processes have measured everything
         compare.run(
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),
@@ -161,9 +162,9 @@ def _keep_config(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> None
 
 
 def _check_model(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees: bool, origin: trained.Trained | None) -> None:
-    """Refuses what a layer does not take, and weights to begin with that do not fit, in a model without memory: to prepare data may take
-    hours."""
-    # a layer of one's own may not know the device, and what layers warn of they say when they are built
+    """Raises ValueError or UserError for inputs that a layer does not support, and for initial weights that do not fit. It builds the model
+    on the meta device, before the data are prepared, which may take hours."""
+    # a user's own layer may not work on the meta device; warnings are shown when the model is built for training
     with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"), torch.device("meta"):
         model = instantiate(cfg.model, _partial_=True, _convert_="all")(vocab_size=cfg.model.vocab_size or 1)
         for block in model.blocks:
@@ -182,13 +183,13 @@ def _check_vocabulary(size: int | None, needed: int) -> None:
 
 def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
     vocab_size = cfg.model.vocab_size or data.tokenizer.vocab_size
-    told = plain(cfg)
-    config = get_class(cfg.task.module._target_).model_config(told["model"], told["task"], data)
+    settings = plain(cfg)
+    config = get_class(cfg.task.module._target_).model_config(settings["model"], settings["task"], data)
     model = instantiate(config, vocab_size=vocab_size, _convert_="all")
     record = {
         "format": checkpoint.FORMAT,
         "model": {**{key: value for key, value in config.items() if key != "attention"}, "vocab_size": vocab_size},
-        "attention": told["attention"],
+        "attention": settings["attention"],
         "tokenizer": data.tokenizer.record(),
         "task": cfg.task.objective,
         "optimizer": cfg.optimizer._target_,

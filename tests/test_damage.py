@@ -70,7 +70,7 @@ class Poison(lightning.Callback):
 @pytest.mark.parametrize("every", [1, 1000])
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, every):
     poison = "+callbacks.poison={_target_: test_damage.Poison}"
-    with pytest.raises(UserError, match=r"^(train|val)/loss is nan at step \d+, so training ends here: .*last.ckpt is of an earlier step"):
+    with pytest.raises(UserError, match=r"^(train|val)/loss is nan at step \d+, so training ends here: .*last.ckpt holds an earlier step"):
         runner.train(config(tmp_path, poison, f"trainer.log_every_n_steps={every}"))
     folder = RunFolder(tmp_path / "run")
     assert "loss is nan" in folder.read_record()["status"]

@@ -72,7 +72,7 @@ def test_what_reads_otherwise_in_parts_reads_the_whole_text_each_time(name, monk
     read = lengths_read(monkeypatch)
     check_equal(answer(model, questions(), batch_tokens=1000, one_text=True), expected)
     assert read == [(5, 120)]
-    with pytest.raises(ValueError, match="shared=3: this model reads a text otherwise in parts"):
+    with pytest.raises(ValueError, match="shared=3: this model has no cache, or reading a text in parts changes its results"):
         model.generate(torch.zeros(2, 9, dtype=torch.int64), 1, shared=3)
 
 
@@ -88,7 +88,8 @@ def test_texts_that_begin_alike_go_on_as_when_each_is_read(variant, unlike, devi
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"shared": 9}, "shared=9: must be less than the shortest row's 9 tokens"), ({"shared": 4}, "shared=4: .* all rows begin alike so far"),
+    ({"shared": 9}, "shared=9: must be less than the shortest row's 9 tokens"),
+    ({"shared": 4}, "shared=4: .* all rows must begin with the same tokens"),
     ({"shared": 3, "lengths": torch.tensor([9, 3])}, "shared=3: must be less than the shortest row's 3 tokens"),
 ])
 def test_what_is_not_shared_is_refused(options, message):

@@ -305,5 +305,5 @@ def test_it_is_a_way_to_train(tmp_path, command):
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = hydra.compose(command, [f"ckpt_path={tmp_path}/x.ckpt", "precision=fp8", "run_dir=x" if command == "eval" else "prompt=x"])
     check = checks.check_evaluation if command == "eval" else checks.check_generation
-    with pytest.raises(UserError, match="precision=fp8 is a way to train; models trained so are read with precision=bf16-mixed"):
+    with pytest.raises(UserError, match="precision=fp8 is for training only; evaluate or generate with precision=bf16-mixed"):
         check(cfg)

@@ -191,7 +191,7 @@ def test_a_hugging_face_tokenizer_streams_what_it_decodes():
 
 @pytest.mark.parametrize(("overrides", "message"), [
     ([], "prompt must be set: add prompt=<text>, prompt_file=<file> or interactive=true"),
-    (["prompt=a", "prompt_file=b"], "prompt, prompt_file: say one of them"),
+    (["prompt=a", "prompt_file=b"], "prompt, prompt_file: set only one of them"),
     (["prompt=''"], "prompt: must have at least one token"),
     (["prompt_file=nowhere.txt"], "prompt_file=nowhere.txt cannot be read"),
     (["prompt=a", "max_new_tokens=0"], "max_new_tokens=0: must be a whole number of at least 1"),

@@ -144,7 +144,7 @@ def test_a_wrong_pattern_is_refused_by_name(wrong, message):
     (["layers=nope", "attention=dual_chunk"], "layers.nope: attention=dual_chunk does not support positions=none"),
     (["layers=nope", "model=gpt2_small"], "layers.nope.positions=none: does not go with model.positions=learned"),
     (["layers=nope", "+layers.nope.position=none"], "layers.nope.position: cannot differ by layer; like it: positions"),
-    (["layers=differential_last", "layers.differential.attention._partial_=false"], "layers.differential.attention: its file must say"),
+    (["layers=differential_last", "layers.differential.attention._partial_=false"], "layers.differential.attention: its file must have"),
     (["layers=nope_windows", "layers.full.attention_temperature={name: log, floor: 8}"], "layers.full: attention_temperature: floor must"),
     (["attention=differential", "model.attention_dropout=0.1"], "attention=differential has no attention dropout"),
 ])

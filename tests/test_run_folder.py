@@ -176,7 +176,7 @@ def test_files_are_whole_or_as_they_were(tmp_path, monkeypatch):
         file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(UserError, match="could not save .*record.json: No space left on device; the file that was there is whole"):
+    with pytest.raises(UserError, match="could not save .*record.json: No space left on device; the earlier file is unchanged"):
         write_whole(path, fails)
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

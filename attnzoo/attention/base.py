@@ -257,7 +257,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None, add_bias: bool = True) -> Tensor:
         """x: (batch, seqlen, dim) or packed (total, dim); with `cache` only the new tokens. Returns x's shape.
 
-        add_bias: whether `o_proj` adds its bias, which the caller else does.
+        add_bias: whether `o_proj` adds its bias. If not, the caller adds it.
         """
         if seq.parents is not None:
             self.check_trees()
@@ -322,13 +322,14 @@ class Attention(nn.Module):
         return joint.product(x, self.projections) if self.joined is None else F.linear(x, *self.joined)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Attention":
-        """Called by `to`, `cuda` and `float`, which move each parameter to separate memory; the projections are then put together again."""
+        """Called by `to`, `cuda` and `float`, which move each parameter to memory of its own. The projections are then laid side by side
+        again, see `attnzoo.attention.joint`."""
         super()._apply(fn, recurse)
         joint.lay_side_by_side(self.projections)
         return self
 
     def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
-        """The result of `project` for the new tokens. A variant may change it by what it needs from the tokens before them."""
+        """The result of `project` for the new tokens. A variant may override it where inputs also depend on earlier tokens."""
         return self.project(x)
 
     def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
@@ -366,8 +367,8 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def kept(self, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the new tokens that go into a cache, each (batch, new tokens, ...): keys, values, and what else a variant needs of
-        earlier tokens."""
+        """The tensors of the new tokens that go into a cache, each (batch, new tokens, ...): keys, values, and whatever other tensors of
+        earlier tokens a variant needs."""
         return k, v
 
     def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
@@ -396,7 +397,7 @@ class Attention(nn.Module):
         return seq.once("newest rows", made)
 
     def decodes_by_kernel(self, q: Tensor) -> bool:
-        """Whether `attend_cached` of a variant with an `impl` uses the kernel `decode_attention`; the host knows the cache's length."""
+        """Whether `attend_cached` of a variant with an `impl` uses the kernel `decode_attention`."""
         differentiable = torch.is_grad_enabled() and q.requires_grad
         return q.is_cuda and self.impl != "reference" and not differentiable and self.dropout_p == 0 and q.shape[1] <= DECODED_TOKENS
 

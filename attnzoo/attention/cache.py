@@ -25,10 +25,10 @@ class Newest:
         return torch.arange(self.positions.shape[0], device=self.positions.device) * self.max_len
 
     def last_windows(self, size: int, stride: int, room: int) -> tuple[Tensor, Tensor]:
-        """Of each row's last whole window of `size` tokens, where windows start `stride` tokens apart: its tokens, (batch, size), as
-        indices like `places`, and its place, (batch,), in a tensor with `room` windows of each row.
+        """For each row's last whole window of `size` tokens, where windows start `stride` tokens apart: its tokens, (batch, size), as
+        indices like `places`; and its index, (batch,), in a tensor that has room for `room` windows of each row.
 
-        A row without a whole window gets its first one. What comes of it is overwritten when that window is whole.
+        A row without a whole window gets its first one. What is computed from it is overwritten when that window is whole.
         """
         last = ((self.lengths.long() - size) // stride).clamp(min=0)
         tokens = (self.row_starts + last * stride)[:, None] + torch.arange(size, device=last.device)

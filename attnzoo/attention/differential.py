@@ -150,7 +150,7 @@ class DifferentialAttention(Attention):
             if width < 1:
                 raise ValueError(f"attention.match_parameters=true: the MLP of width {baseline} cannot make up for {ours - theirs} more "
                                  "parameters in attention; set model.mlp_dim higher or attention.match_parameters=false")
-        if spec.layer == 0 and not next(self.parameters()).is_meta:  # a run first makes its model without memory, to check the settings
+        if spec.layer == 0 and not next(self.parameters()).is_meta:  # a run first checks its settings with a model on the meta device
             log.info(f"attention=differential, version {self.version}: {ours + unit * width} parameters in attention and MLP of a layer "
                      f"(MLP width {width}), the baseline has {theirs + unit * baseline} (MLP width {baseline})")
         return width

@@ -2,8 +2,8 @@
 
 The projections stay separate parameters, under the names that checkpoints, optimizers and other variants use. `lay_side_by_side` makes them
 adjacent in memory. Without gradients they are then read as one matrix, without a copy. If something moves them apart (FSDP, a parameter
-that is replaced), the result is the same, but each call concatenates them. With gradients each call does so in any case: under autocast
-this copy is also the cast of the weights, which there has to be.
+that is replaced), the result is the same, but each call concatenates them. With gradients each call always concatenates them: under
+autocast the weights must be copied anyway, to cast them.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def product(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or exporting:
         return fp8.product_of(*projections)(x, *joined(projections))
     device = x.device.type
-    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # autocast does not cast float64
     biases = [p.bias for p in projections if p.bias is not None]
     return _product(x.to(torch.get_autocast_dtype(device)) if cast else x, [p.weight for p in projections], biases, cast)
 
@@ -56,11 +56,11 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor:
 
 def are_side_by_side(tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors are adjacent, in this order, in one storage."""
-    def place(x: Tensor) -> tuple:
+    def storage(x: Tensor) -> tuple:
         return x.untyped_storage()._cdata, x.dtype
 
     ends = [x.storage_offset() + x.numel() for x in tensors]
-    return (all(type(x) in (Tensor, nn.Parameter) and x.is_contiguous() and place(x) == place(tensors[0]) for x in tensors)
+    return (all(type(x) in (Tensor, nn.Parameter) and x.is_contiguous() and storage(x) == storage(tensors[0]) for x in tensors)
             and all(x.storage_offset() == end for x, end in zip(tensors[1:], ends, strict=False)))
 
 
@@ -79,4 +79,5 @@ def lay_side_by_side(projections: Sequence[nn.Linear]) -> None:
 
 
 def _alone(parameter: Tensor) -> bool:
+    """Whether this is a plain nn.Parameter that has its storage to itself."""
     return type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes

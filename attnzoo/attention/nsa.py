@@ -180,7 +180,7 @@ class NSAttention(Attention):
         return max((length - self.sizes["compress_size"]) // self.sizes["compress_stride"] + 1, 0)
 
     def _compressed_pairs(self, length: int) -> int:
-        """Of these, the pairs of a query and a compressed key."""
+        """The number of pairs of a query and a compressed key that it sees, in one sequence of this length."""
         queries = max(length - self.sizes["compress_size"] + 1, 0)  # that see a compressed key
         return queries + blocks_before(queries, self.sizes["compress_stride"])
 
@@ -216,16 +216,16 @@ def _packed_chunks(cu_seqlens: Tensor, total: int, size: int, stride: int) -> tu
 
 
 def _places(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The sequence that each of the first numbers falls into, and its index there. Numbers beyond the last bound count as the last
-    sequence's."""
+    """For each number from 0 to count - 1: the sequence between whose bounds it lies, and its index there. Numbers beyond the last bound
+    belong to the last sequence."""
     number = torch.arange(count, device=bounds.device)
     sequence = torch.searchsorted(bounds[1:].long(), number, right=True).clamp(max=bounds.shape[0] - 2)
     return sequence, number - bounds[sequence]
 
 
 def _newest_windows(cache: KVCache, cu_seqlens_k: Tensor, size: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's last window that is whole: its tokens, (batch, size // stride, stride), and its place in `derived`, as in
-    `Newest.last_windows`. Also the places of all compressed keys in the order of packed sequences, (batch * max_len // stride,)."""
+    """(tokens, (batch, size // stride, stride), and place in `derived`, (batch,), of each row's last whole window, as in
+    `Newest.last_windows`; places of all compressed keys in the order of packed sequences, (batch * max_len // stride,))."""
     room = cache.derived[0].shape[1]
     tokens, last = cache.newest.last_windows(size, stride, room)
     sequence, place = _places(compressed_bounds(cu_seqlens_k, size, stride), cache.batch * cache.max_len // stride)

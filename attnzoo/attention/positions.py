@@ -1,4 +1,5 @@
-"""Rotary tables and ALiBi slopes. They are pure functions of the position: no maximum length is built in, and no state dict has them."""
+"""Rotary tables and ALiBi slopes. They are pure functions of the position: no maximum length is built in, and state dicts do not contain
+them."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -95,23 +96,23 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
     # a custom operator, so that torch.compile computes the tables once and not the sines again for every head in every layer
     device = position_ids.device
     if frequencies:
-        turns = _pinned(tuple(frequencies), device.type == "cuda").to(device, non_blocking=True)
+        radians = _pinned(tuple(frequencies), device.type == "cuda").to(device, non_blocking=True)
         if long and position_ids.numel():
-            of_long = _pinned(tuple(long), device.type == "cuda").to(device, non_blocking=True)
-            turns = torch.where(position_ids.max() < context, turns, of_long)
+            long_radians = _pinned(tuple(long), device.type == "cuda").to(device, non_blocking=True)
+            radians = torch.where(position_ids.max() < context, radians, long_radians)
     else:
         pair = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
         if scaling == "ntk":
             base = base * factor ** (rotary_dim / (rotary_dim - 2))
-        turns = base ** (-pair / rotary_dim)
+        radians = base ** (-pair / rotary_dim)  # per token
         if scaling == "linear":
-            turns = turns / factor
+            radians = radians / factor
         if scaling == "dynamic" and position_ids.numel():
             length = (position_ids.max() + 1).double().clamp(min=context)
-            turns = turns * (factor * length / context - (factor - 1)) ** (-pair / (rotary_dim - 2))
+            radians = radians * (factor * length / context - (factor - 1)) ** (-pair / (rotary_dim - 2))
     if proportion < 1:
-        turns = turns * (torch.arange(rotary_dim // 2, device=device) < int(proportion * rotary_dim / 2))
-    angles = position_ids.double()[..., None] * turns
+        radians = radians * (torch.arange(rotary_dim // 2, device=device) < int(proportion * rotary_dim / 2))
+    angles = position_ids.double()[..., None] * radians
     return (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
 
 
@@ -119,7 +120,7 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
 def _pinned(numbers: tuple[float, ...], pin: bool) -> Tensor:
     """The numbers as a float64 tensor on the host, in pinned memory if `pin`, so that a copy to the device does not make the host wait.
 
-    They are not cached on the device: a tensor that is created while a CUDA graph is captured lies in the graph's memory.
+    They are not cached on the device, because a tensor that is created while a CUDA graph is captured lies in the graph's memory.
     """
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=pin)
@@ -147,7 +148,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def alibi_slopes(n_heads: int, device: torch.device) -> Tensor:
     """ALiBi's slopes (Press et al. 2022, arXiv:2108.12409), float32 (n_heads,).
 
-    2^(-8k/n) for n a power of two; else those of the power below, then every other one of the power above.
+    For n heads, where n is a power of two, they are 2^(-8k/n). For other numbers, they are the slopes of the next lower power of two,
+    followed by every other slope of the next higher one.
     """
     power = 2 ** (n_heads.bit_length() - 1)
     k = torch.arange(1, n_heads + 1, dtype=torch.float32, device=device)

@@ -92,7 +92,8 @@ class SequenceInfo:
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.
 
-        A key must not contain lengths: torch.compile would turn them into constants. It need not, because they do not change in a pass.
+        A key must not contain lengths, because torch.compile would turn them into constants. They do not change within a pass, so that a
+        key need not contain them.
         """
         if key not in self.memo:
             self.memo[key] = make()
@@ -101,18 +102,18 @@ class SequenceInfo:
     def parts(self, causal: bool, window: int, merge: bool) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
         """For context parallelism: this process's parts, queries with the keys that they see, and a SequenceInfo for each part.
 
-        merge: one part for all chunks, where the plan does that; for layers that drop nothing.
+        merge: all chunks in one part, where the plan allows it; only for layers without attention dropout.
         """
         parts = self.context.parts(causal=causal, window=window, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen, merge=merge)
         dropout_states = None if merge else self.dropout_states
         passes = []
         for part, position_ids in zip(parts, self.position_ids.chunk(len(parts), -1), strict=True):
-            of = part.lengths
-            keys = (of["cu_seqlens_k"], of["max_seqlen_k"]) if of else None
+            lengths = part.lengths
+            keys = (lengths["cu_seqlens_k"], lengths["max_seqlen_k"]) if lengths else None
             first_rows = None
             if dropout_states is not None:
                 starts = position_ids.new_zeros(1) if self.cu_seqlens is None else self.cu_seqlens[:-1].long()
                 first_rows = (part.begin - starts).clamp(min=0)
-            passes.append(SequenceInfo(position_ids, of.get("cu_seqlens_q"), of.get("max_seqlen_q"), keys=keys,
+            passes.append(SequenceInfo(position_ids, lengths.get("cu_seqlens_q"), lengths.get("max_seqlen_q"), keys=keys,
                                        dropout_states=dropout_states, first_rows=first_rows))
         return parts, passes

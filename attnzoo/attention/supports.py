@@ -14,8 +14,8 @@ POSITIONS = ("learned", "rotary", "alibi", "none")
 
 @dataclass(frozen=True)
 class Supports:
-    """What a variant supports. Anything else is refused when the layer is built. `packed`, `trees` and `cache` are checked at their first
-    use, but packed data and trees before the data are prepared.
+    """What a variant supports. Anything else is refused when the layer is built. Only `packed`, `trees` and `cache` are checked later: at
+    their first use, and `packed` and `trees` also before a run prepares its data.
 
     trees: `attend` respects `seq.parents`.
     context_parallel: the layouts that work with context parallelism. "dense": `attend` takes fewer queries than keys, and the queries

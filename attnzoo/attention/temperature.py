@@ -18,7 +18,8 @@ TEMPERATURES: dict[str, dict[str, float]] = {  # each kind's options with their 
 
 @dataclass(frozen=True)
 class Temperature:
-    """The factor of a query that may see n tokens, itself included: those up to it in a causal model, else its whole sequence.
+    """The factor of a query that may see n tokens, itself included: those up to it in a causal model, its whole sequence in a bidirectional
+    one.
 
     kind: "ssmax": log n, which each head multiplies by a learned scalar (Nakanishi 2025, arXiv:2501.19399). "log": log n / log context,
     at least 1 (Qwen's log-n attention). "yarn": (0.1 log(n / context) + 1)^2, at least 1 (Peng et al. 2023, arXiv:2309.00071).

@@ -75,11 +75,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        """add_bias: whether `down_proj` adds its bias, which the caller else does."""
+        """add_bias: whether `down_proj` adds its bias. If not, the caller adds it."""
         x = self.hidden(x)
         return self.down_proj(x) if add_bias else fp8.without_bias(self.down_proj, x)
 
     def hidden(self, x: Tensor) -> Tensor:
+        """The input of `down_proj`."""
         if self.kind == "swiglu":
             return F.silu(self.gate_proj(x)) * self.up_proj(x)
         if self.joins_gelu:
@@ -134,6 +135,6 @@ class Block(nn.Module):
         return in_compute_dtype(self.mlp_norm(x + self.dropout(self.mlp(x))))
 
     def norms_sums(self, x: Tensor) -> bool:
-        """Whether one kernel adds and normalises in this post-norm block. Without gradients torch.compile's own are as good."""
+        """Whether this post-norm block adds and normalises by one kernel. Without gradients, torch.compile's own kernels are as fast."""
         drops = self.training and self.dropout.p > 0
         return not self.pre_norm and x.is_cuda and x.dtype == torch.bfloat16 and torch.is_grad_enabled() and not drops

@@ -90,5 +90,5 @@ def _mean(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tenso
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if cu_seqlens is None:
         return x.mean(dim=1)
-    sums = torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0, unsafe=True)  # else the host would wait to check offsets
+    sums = torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0, unsafe=True)  # without it the host waits to check offsets
     return sums / lengths.clamp(min=1)[:, None]

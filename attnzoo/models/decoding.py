@@ -14,7 +14,7 @@ from attnzoo.models.blocks import in_compute_dtype
 AHEAD = 8  # number of tokens that are queued on a GPU before the host reads the first of them
 WARM_UP = 2  # decoding steps after the first token and before a graph is captured; they compile kernels and let libraries allocate
 GRAPHED = WARM_UP + 2  # number of the first token that a graph computes, counted from 1
-PAGES_FROM = 2**17  # tokens in all copies of a common beginning from which on sharing its pages is faster, as measured on a GPU
+PAGES_FROM = 2**17  # sharing pages is faster if the copies of a common beginning have this many tokens together, as measured on a GPU
 
 
 class Decoding:
@@ -55,7 +55,7 @@ class Decoding:
         """The next token of each text, (batch * samples, 1), on the device; the next step may overwrite it. -1 where logits are NaN and
         tokens are drawn. Uses the autocast state that was active when the object was made."""
         if self.n_drawn >= self.max_new_tokens:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}: as many are drawn already")
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: this many tokens have been drawn already")
         if self.graphed and self.graph is None and self.n_drawn > WARM_UP:
             self._capture()
         with torch.autocast(**self._autocast):
@@ -223,9 +223,10 @@ def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Te
     if shared:
         shortest = input_ids.shape[1] if lengths is None else int(lengths.min())
         if not 0 < shared < shortest or not (input_ids[:, :shared] == input_ids[:1, :shared]).all():
-            raise ValueError(f"shared={shared}: must be less than the shortest row's {shortest} tokens, and all rows begin alike so far")
+            raise ValueError(f"shared={shared}: must be less than the shortest row's {shortest} tokens, and all rows must begin with the "
+                             "same tokens up to there")
         if not model.reads_in_parts:
-            raise ValueError(f"shared={shared}: this model reads a text otherwise in parts than at once, or has no cache; leave it out")
+            raise ValueError(f"shared={shared}: this model has no cache, or reading a text in parts changes its results; leave it out")
     if pages and not _reads_pages(model):
         raise ValueError("pages=True: no layer of this model reads pages, as those of attention=flash do; leave it out")
     # the last token drawn is never read

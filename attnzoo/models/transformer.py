@@ -195,7 +195,7 @@ class Transformer(nn.Module):
             x = Sum(Stream(x))
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            # after the last attention tokens no longer interact, so that only those in logits_at need the MLP
+            # after the last attention, tokens no longer interact, so that only those in logits_at need the MLP
             rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
@@ -377,6 +377,6 @@ def _check_sizes(**sizes) -> None:
 
 
 def _without_repeated_end(cu_seqlens: Tensor) -> Tensor:
-    """cu_seqlens without its repeated last values. They keep shapes static on a GPU; on a CPU each would cost a row of max_seqlen
+    """cu_seqlens without its repeated last values. On a GPU they keep shapes static; on a CPU each of them would cost a row of max_seqlen
     tokens."""
     return cu_seqlens[: max(2, int((cu_seqlens < cu_seqlens[-1]).sum()) + 1)]

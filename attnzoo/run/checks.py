@@ -48,11 +48,11 @@ def check_layers(cfg: DictConfig) -> None:
 
 
 def check_monitors(cfg: DictConfig, module: Any) -> None:
-    """Raises UserError where a callback follows a validation metric that the task does not have. Lightning would tell after the first
-    validation."""
+    """Raises UserError where a callback monitors a validation metric that the task does not have. Lightning would notice only after the
+    first validation."""
     callbacks = {name: options for name, options in plain(cfg.get("callbacks")).items() if options}
     if not type(module).__module__.startswith("attnzoo.") or not all(values.is_known(callbacks, name) for name in callbacks):
-        return  # a class of one's own may log it
+        return  # a user's own class may log it
     known = module.validation_metrics(torch.ones(()), torch.ones(())).keys()
     for name, options in callbacks.items():
         if str(monitor := options.get("monitor")).startswith("val/") and monitor not in known:
@@ -61,8 +61,8 @@ def check_monitors(cfg: DictConfig, module: Any) -> None:
 
 def _check_partial(where: str, config: Mapping[str, Any]) -> None:
     if "_target_" not in config or config.get("_partial_") is not True:
-        raise UserError(f"{where}: its file must say _target_, the layer's class, and `_partial_: true`, because the model describes each "
-                        f"layer to it, got the keys {', '.join(config)}")
+        raise UserError(f"{where}: its file must have `_target_`, the layer's class, and `_partial_: true`, because the model builds each "
+                        f"layer with an AttentionSpec, got the keys {', '.join(config)}")
 
 
 def check_evaluation(cfg: DictConfig) -> None:

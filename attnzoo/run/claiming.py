@@ -69,15 +69,15 @@ def opens_again(config: DictConfig, folder: Path) -> bool:
 
 
 def _is_stamped(node: DictConfig) -> bool:
-    """Whether `hydra.run` or `hydra.sweep` names its folder after the time, so that no later command will find it."""
+    """Whether `hydra.run` or `hydra.sweep` names its folder after the time, so that a later command cannot find it by this name."""
     return "${now:" in str(OmegaConf.to_container(node, resolve=False)["dir"])
 
 
 def _check_resume(config: DictConfig, stamped: bool) -> None:
     if stamped and config.get("resume") == "auto" and OmegaConf.is_interpolation(config, "run_dir"):
         raise UserError(
-            "resume=auto needs a run folder that stays the same, and this one is named after the time; say hydra.run.dir=<folder> "
-            "(in a sweep hydra.sweep.dir=<folder>), the same in every start"
+            "resume=auto needs a run folder that stays the same, and this one is named after the time; set hydra.run.dir=<folder> "
+            "(in a sweep hydra.sweep.dir=<folder>) to the same folder in every start"
         )
 
 

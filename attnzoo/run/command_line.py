@@ -236,7 +236,7 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in said:  # torch has no class for it
         asked = said[max(said.find("you tried"), 0) :].partition(".")[0]
         return f"out of memory ({asked}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len or the model's size"
-    # our own code raises ValueError with a message for the user, and so does Lightning of its options; elsewhere it is a bug's
+    # our own code raises ValueError with a message for the user, and so does Lightning for its options; other ValueErrors are bugs
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     if package == "lightning" and isinstance(error, ValueError):

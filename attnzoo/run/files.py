@@ -31,7 +31,7 @@ def write_whole(path: str | os.PathLike, content: str | bytes | Callable[[IO[byt
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # PyTorch's zip writer turns some OSErrors into RuntimeErrors
         _remove(part)
-        kept = "the file that was there is whole" if path.exists() else "no such file was there before"
+        kept = "the earlier file is unchanged" if path.exists() else "no such file was there before"
         raise UserError(f"could not save {path}: {_reason(error, path)}; {kept}. Make room or set another hydra.run.dir") from error
     except BaseException:
         _remove(part)

@@ -35,10 +35,10 @@ PARTS = {"vocabulary": VOCABULARY, "positions": (POSITIONS,)}
 
 
 def configure(cfg: DictConfig, trained: Trained) -> DictConfig:
-    """The run's config with the model, the attention and the task of the trained weights, but for what the command names itself.
+    """The run's config with the model, the attention and the task of the trained weights, except for what the command itself sets.
 
-    Named is what the command line says, an experiment or a debug file: an option of a group (`model=gpt2_small`) counts with all its keys,
-    a key (`model.rope_scaling=yarn`) alone. Outside of a Hydra application everything is named.
+    What the command sets is on its command line, or in an experiment or debug file. An option of a group (`model=gpt2_small`) sets all keys
+    of the group, a key (`model.rope_scaling=yarn`) only itself. Outside of a Hydra application, the command sets everything.
     """
     record, named = trained.record, _Named(cfg)
     taken = [group for group in ("model", "attention") if not named.chosen(group)]
@@ -62,14 +62,14 @@ def configure(cfg: DictConfig, trained: Trained) -> DictConfig:
 
 
 def _encoder(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A classifier's model is described by its encoder's, which the task makes a classifier of."""
+    """The config of a classifier's encoder, of which the task makes a classifier again; other models' configs unchanged."""
     if not model["_target_"].endswith(".BERTClassifier"):
         return dict(model)
     return {**{k: v for k, v in model.items() if k not in ("n_classes", "pooling")}, "_target_": "attnzoo.models.BERT"}
 
 
 def _check_record(trained: Trained, groups: Iterable[str]) -> None:
-    """A checkpoint may be a stranger's: nothing but attnzoo's own classes and plain values is taken from it."""
+    """Raises UserError for a record with other contents than attnzoo's classes and plain values: a checkpoint may be untrusted."""
     record = trained.record
     try:
         check_value("task", record.get("task"), values.TASK["objective"])
@@ -80,14 +80,14 @@ def _check_record(trained: Trained, groups: Iterable[str]) -> None:
             for _, target in targets(record[group], group):
                 resolve(target, ("attnzoo",))
             if "_target_" not in record[group] or "${" in json.dumps(record[group]):
-                raise ValueError(f"{group} must be a `_target_` and plain values, as attnzoo writes it")
+                raise ValueError(f"{group} must have a `_target_` and plain values, as attnzoo writes it")
     except (ValueError, TypeError) as error:
         reason = str(error).partition(";")[0]
-        raise UserError(f"init_from={trained.where}: {reason}; name it on the command line, such as attention=...") from error
+        raise UserError(f"init_from={trained.where}: {reason}; set it on the command line, such as attention=...") from error
 
 
 def _set_contexts(cfg: DictConfig, trained: Trained, named: "_Named") -> None:
-    """What longer rows than the trained ones need: a longer table of learned positions, or the context that rotary ones were trained on."""
+    """Sets what sequences longer than the trained ones need: max_positions for learned positions, or original_context for rotary ones."""
     record, model, seq_len = trained.record, cfg.model, cfg.data.seq_len
     table = trained.weights.get(POSITIONS)
     if table is not None and model.get("positions") == "learned" and named.keys("model").get("max_positions") is None:
@@ -111,7 +111,7 @@ def _extends(layer: Mapping[str, Any]) -> bool:
 
 
 def data_tokenizer(cfg: DictConfig, trained: Trained) -> dict[str, Any]:
-    """Arguments of the data module: the tokenizer of the weights, where the data let one choose and the command chose none."""
+    """Arguments of the data module: the tokenizer of the weights, if the data have a choice of tokenizer and the command made none."""
     given = trained.record["tokenizer"]
     if given is None or "tokenizer" not in cfg.data or "vocabulary" in cfg.init_new or "tokenizer" in _Named(cfg).keys("data"):
         return {}
@@ -119,7 +119,7 @@ def data_tokenizer(cfg: DictConfig, trained: Trained) -> dict[str, Any]:
 
 
 def check_tokenizer(cfg: DictConfig, trained: Trained, tokenizer: Any) -> None:
-    """UserError where the data's tokens are not those that the weights were trained on."""
+    """Raises UserError if the data's tokenizer is not the one that the weights were trained with."""
     given = trained.record["tokenizer"]
     if given is None or _begins_anew("token_embedding.weight", cfg.init_new):
         return
@@ -127,8 +127,8 @@ def check_tokenizer(cfg: DictConfig, trained: Trained, tokenizer: Any) -> None:
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
             f"init_from={trained.where} was trained with the tokenizer {theirs.name!r} ({theirs.vocab_size} tokens), the data have "
-            f"{tokenizer.name!r} ({tokenizer.vocab_size}); leave out data.tokenizer to take that of the weights, or begin the embedding "
-            "and the output layer anew with init_new=[vocabulary]")
+            f"{tokenizer.name!r} ({tokenizer.vocab_size}); leave out data.tokenizer to take that of the weights, or initialise the "
+            "embedding and the output layer anew with init_new=[vocabulary]")
 
 
 def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positions: str | None = None) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
 
 
 def check_shapes(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positions: str | None = None) -> None:
-    """What `load` refuses for its shapes, told from a model without memory, whose vocabulary may not be known yet."""
+    """Raises UserError where `load` would because of shapes. The model may be on the meta device, and its vocabulary not known yet."""
     state = {name: tensor for name, tensor in model.state_dict().items() if not _begins_anew(name, VOCABULARY)}
     _fitting(state, model.vocab_size, trained, new, positions)
 
@@ -166,7 +166,7 @@ def _fitting(state: Mapping[str, Tensor], vocab_size: int, trained: Trained, new
         if theirs.shape[1:] == ours.shape[1:] and len(theirs) != len(ours):
             if name == POSITIONS and positions is not None:
                 theirs = _resized(theirs, len(ours), positions)
-            elif _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == vocab_size:  # padded otherwise
+            elif _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == vocab_size:  # with other padding
                 theirs = torch.cat([theirs[:vocab_size], ours[vocab_size:]])
         if theirs.shape != ours.shape:
             longer = name == POSITIONS and theirs.shape[1:] == ours.shape[1:]
@@ -178,6 +178,7 @@ def _fitting(state: Mapping[str, Tensor], vocab_size: int, trained: Trained, new
 
 
 def _begins_anew(name: str, new: Iterable[str]) -> bool:
+    """Whether a parameter belongs to one of the parts, or matches one of the patterns, in `new`."""
     patterns = [pattern for part in new for pattern in PARTS.get(part, (part,))]
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -207,12 +208,12 @@ def describe(trained: Trained, done: Mapping[str, Any], cfg: DictConfig) -> str:
 
 
 def names(model: nn.Module, record: Mapping[str, Any]) -> list[str]:
-    """What the run trains, which no preset says: the model's class and its attention."""
+    """The model's class and its attention, in place of the names of presets, which do not describe an initialised run."""
     return [type(model).__name__, by_layer.attention_name(record["model"], record["attention"])]
 
 
 def changes(trained: Trained, cfg: DictConfig) -> dict[str, list[Any]]:
-    """[as trained, now] of each key of model and attention that differs."""
+    """[value as trained, value now] of each key of model and attention that differs."""
     found = {}
     for group in ("model", "attention"):
         old, new = trained.record[group], OmegaConf.to_container(cfg[group], resolve=True)
@@ -223,12 +224,12 @@ def changes(trained: Trained, cfg: DictConfig) -> dict[str, list[Any]]:
 
 
 def _gathered(names: Iterable[str]) -> list[str]:
-    """Names with the number of the block left open, each once."""
+    """Parameter names with `*` in place of a block's number, each once."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name, count=1) for name in names))
 
 
 class _Named:
-    """What the command itself says, on its line or by an experiment or debug file, and not a group's default."""
+    """What the command itself sets, on its command line or by an experiment or debug file, as opposed to defaults. See `configure`."""
 
     def __init__(self, cfg: DictConfig):
         self.cfg, self.application = cfg, HydraConfig.initialized()
@@ -243,11 +244,11 @@ class _Named:
         return not self.application or key in self.parsed
 
     def chosen(self, group: str) -> bool:
-        """Whether an option of the group was chosen, if it is the default one."""
+        """Whether the command chose an option of the group, be it the default one."""
         return self.is_on_command_line(group) or self.choices.get(group) != self.defaults.get(group)
 
     def keys(self, group: str) -> dict[str, Any]:
-        """The group's keys that were set, unresolved."""
+        """The group's keys that the command set, with their values, interpolations unresolved."""
         ours = OmegaConf.to_container(self.cfg[group], resolve=False)
         if not self.application:
             return ours

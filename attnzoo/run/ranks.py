@@ -16,7 +16,7 @@ from attnzoo.errors import UserError
 
 ALIKE = ("model", "attention", "layers", "task", "optimizer", "data", "trainer", "seed", "batch_tokens", "compile",
          "activation_checkpointing", "fused_loss")
-OF_A_MACHINE = ("trainer.default_root_dir", "data.cache_dir", "data.paths", "data.val_paths", "data.num_workers")
+MAY_DIFFER = ("trainer.default_root_dir", "data.cache_dir", "data.paths", "data.val_paths", "data.num_workers")
 
 
 def check_alike(config: dict[str, Any], record: dict[str, Any]) -> None:
@@ -26,9 +26,9 @@ def check_alike(config: dict[str, Any], record: dict[str, Any]) -> None:
     """
     from attnzoo_kernels.context_parallel import check_alike as check  # fails with a PyTorch that is built without torch.distributed
 
-    told = _flatten_dict({key: config[key] for key in ALIKE if config.get(key) is not None}, delimiter=".")
+    settings = _flatten_dict({key: config[key] for key in ALIKE if config.get(key) is not None}, delimiter=".")
     known = {"data.paths": record["data"].get("sha256"), **_flatten_dict({"versions": record["versions"]}, delimiter=".")}
-    check(**{name: value for name, value in told.items() if not name.startswith(OF_A_MACHINE)}, **known)
+    check(**{name: value for name, value in settings.items() if not name.startswith(MAY_DIFFER)}, **known)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class StepCallback(lightning.Callback):
-    """A callback that is told of the end of optimizer steps, when the step is logged and a validation that is due has run."""
+    """A callback that is called at the end of each optimizer step, after the step was logged and a validation that is due has run."""
 
     def on_step_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *, leaving: bool) -> None:
-        """leaving: whether training ends with this step, for whatever reason but an error."""
+        """leaving: whether training ends with this step, for any reason except an error."""
 
 
 def is_due(trainer: lightning.Trainer) -> bool:
@@ -44,17 +44,17 @@ def is_last_step(trainer: lightning.Trainer) -> bool:
 
 
 def check_losses(trainer: lightning.Trainer, *, validation: bool = False) -> None:
-    """UserError where the last training (or validation) loss is no number, with which training cannot go on. Waits for the GPU."""
+    """Raises UserError if the last training (or validation) loss is NaN or infinite. Waits for the GPU."""
     if validation:
         name, loss = "val/loss", trainer.callback_metrics.get("val/loss")
     else:
         name, loss = "train/loss", trainer.lightning_module.step_loss
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            return  # float16: the scaler leaves such a step out
+            return  # in float16 the gradient scaler skips such a step
     if loss is None or math.isfinite(loss):
         return
     last = RunFolder(Path(trainer.default_root_dir)).last
-    kept = f"; {last} is of an earlier step" if last.exists() else ""
+    kept = f"; {last} holds an earlier step" if last.exists() else ""
     raise UserError(
         f"{name} is {float(loss)} at step {trainer.global_step}, so training ends here: lower optimizer.lr, raise optimizer.warmup_steps "
         f"or set trainer.gradient_clip_val{kept}"
@@ -62,26 +62,27 @@ def check_losses(trainer: lightning.Trainer, *, validation: bool = False) -> Non
 
 
 class StepLoop(_TrainingEpochLoop):
-    """Lightning's loop over micro-batches, which tells StepCallbacks of the end of optimizer steps and acts upon signals there only.
+    """Lightning's loop over micro-batches, which calls StepCallbacks at the end of optimizer steps and acts upon signals only there.
 
-    Validation waits for the end of the optimizer step, where weights, loader and schedule agree.
+    A validation that is due within an optimizer step runs at the end of the step, where weights, loader and schedule agree.
     """
 
     def __init__(self, trainer: lightning.Trainer, signals: StopSignals):
         replaced = trainer.fit_loop.epoch_loop
         super().__init__(trainer, min_steps=replaced.min_steps, max_steps=replaced.max_steps)
         self.signals = signals
-        self.interval_ended = False  # whether validation was due at the last optimizer step, be there one or not
-        self._interval = self._ending = False
+        self.interval_ended = False  # whether validation was due at the last optimizer step, also in a run without validation
+        self._interval = False  # the same for the optimizer step under way
+        self._ending = False  # whether a micro-batch is being ended
         signals.install(trainer)
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Nothing: Lightning's waits for the GPU in every micro-batch."""
+        """Does nothing. Lightning's method waits for the GPU in every micro-batch."""
 
     @property
     def done(self) -> bool:
         if self.trainer.should_stop and not self.restarting and self._should_accumulate():
-            return False  # as after max_time
+            return False  # such as after max_time: the optimizer step under way is still completed
         return super().done
 
     def _should_check_val_epoch(self) -> bool:
@@ -116,20 +117,20 @@ class StepLoop(_TrainingEpochLoop):
         trainer = self.trainer
         if trainer.is_global_zero:
             last = RunFolder(Path(trainer.default_root_dir)).last
-            way = f"saved {last}; go on with the same command and {override('hydra.run.dir', trainer.default_root_dir)} resume=auto"
+            saved = f"saved {last}; go on with the same command and {override('hydra.run.dir', trainer.default_root_dir)} resume=auto"
             name = signal.Signals(received).name
-            log.info(f"stopped by {name} after step {trainer.global_step}, {way if last.exists() else 'without a checkpoint'}")
+            log.info(f"stopped by {name} after step {trainer.global_step}, {saved if last.exists() else 'without a checkpoint'}")
             if job := self.signals.slurm_job(trainer, received):
                 log.info(f"SLURM starts job {job} again")
                 subprocess.run(["scontrol", "requeue", job], check=False)
-        # Lightning kills a run of which a process that it started fails; the first one tells for all
-        childs = isinstance(trainer._accelerator_connector.cluster_environment, LightningEnvironment) and trainer.local_rank > 0
-        raise SystemExit(0 if childs else 128 + received)
+        # Lightning kills all processes of a run if one that it started fails, so that only the first one exits with the signal's status
+        is_child = isinstance(trainer._accelerator_connector.cluster_environment, LightningEnvironment) and trainer.local_rank > 0
+        raise SystemExit(0 if is_child else 128 + received)
 
     def save(self, path: Any) -> None:
         """Writes a checkpoint from which Lightning goes on with the next micro-batch, without a validation at this step."""
-        # Lightning resumes correctly from a file that was saved before the batch was counted; from a later one it would skip a batch or a
-        # log step
+        # Lightning resumes correctly from a file that was saved before the batch was counted as completed. From a file that was saved
+        # afterwards it would skip a batch or a log step.
         counts = (self.batch_progress.total, self.batch_progress.current)
         for count in counts:
             count.completed -= 1

@@ -45,12 +45,12 @@ class StopSignals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.received and rank() == 0:
-            with contextlib.suppress(OSError):  # `| tee` dies of the same Ctrl-C
-                os.write(2, WORDS)  # a logger's lock may be held by what the signal interrupted
+            with contextlib.suppress(OSError):  # the same Ctrl-C also ends a `| tee`
+                os.write(2, WORDS)  # not by a logger, whose lock the interrupted code may hold
         self.received = number
 
     def install(self, trainer: lightning.Trainer) -> None:
-        """Keeps Lightning from handling these signals itself: it saves in the middle of a step, and talks to other ranks in the handler."""
+        """Keeps Lightning from handling these signals: it would save in the middle of a step, and wait for other ranks in the handler."""
         trainer._signal_connector.register_signal_handlers = lambda: None
 
     def agreed(self, trainer: lightning.Trainer) -> int:

@@ -15,8 +15,8 @@ from attnzoo.run.command_line import is_sweep
 
 @contextlib.contextmanager
 def ranks_of_this_job(run_dir: Path) -> Iterator[None]:
-    """Lightning starts the other ranks of a machine by running the command again. In a sweep that must be this job alone, and its process
-    group and environment must not reach the next one."""
+    """A context for one job. Lightning starts the other ranks of a machine by running the command again. In a sweep, that command must run
+    this job alone, and the job's process group and environment must not be left to the next job."""
     if not is_sweep():
         yield
         return

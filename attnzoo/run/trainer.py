@@ -23,8 +23,8 @@ from attnzoo.training.checkpointing import AtomicCheckpointIO, FiniteLoss
 
 
 class Float8Precision(MixedPrecision):
-    """bfloat16 autocast, in which the linear layers of blocks are products of 8-bit floats in training steps (`attnzoo.fp8`). The module
-    has a `model` that has `blocks`."""
+    """bfloat16 autocast, in which the linear layers of blocks multiply 8-bit floats in training steps (`attnzoo.fp8`). The module must have
+    a `model` that has `blocks`."""
 
     def __init__(self):
         super().__init__("bf16-mixed", "cuda")
@@ -39,10 +39,10 @@ class Float8Precision(MixedPrecision):
 
 
 class Trainer(lightning.Trainer):
-    """Lightning's.
+    """Lightning's Trainer with two more options.
 
-    context_parallel: so many neighbouring devices read the same sequences, each a part of them; 1 is off.
-    precision: Lightning's, or fp8, see Float8Precision.
+    context_parallel: how many neighbouring devices share each sequence; 1 is off.
+    precision: one of Lightning's, or fp8, see Float8Precision.
     """
 
     def __init__(self, *, context_parallel: int = 1, precision: _PRECISION_INPUT | Literal["fp8"] | None = None,
@@ -67,7 +67,7 @@ def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: 
 
     Raises UserError for what this machine or Lightning cannot do.
     """
-    # where one is switched off Lightning must not bring its own
+    # otherwise Lightning adds its own checkpoints or progress bar where the run has none
     enable = {
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
@@ -92,9 +92,10 @@ def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: 
 
 
 def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data: Any) -> None:
-    """Micro-batches per optimizer step from the global batch in tokens; intervals count optimizer steps."""
+    """Sets how many micro-batches an optimizer step has, from the global batch in tokens. Makes the validation interval, which Lightning
+    counts in micro-batches, count optimizer steps."""
     if batch_tokens is not None:
-        readers = trainer.world_size // sharing(trainer)
+        readers = trainer.world_size // sharing(trainer)  # devices, or groups of devices that share their sequences
         micro = data.batch_size * data.seq_len * readers
         unit = f"groups of {sharing(trainer)} devices" if sharing(trainer) > 1 else "devices"
         steps, rest = divmod(batch_tokens, micro)
@@ -103,17 +104,17 @@ def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data:
             near = micro * max(1, round(batch_tokens / micro))
             raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {micro}, the tokens of a micro-step ({parts}); take {near}")
         trainer.accumulate_grad_batches = steps
-    if isinstance(getattr(trainer, "val_check_interval", None), int):  # Lightning sets none where it is a time
+    if isinstance(getattr(trainer, "val_check_interval", None), int):  # a Trainer whose interval is a time has no such attribute
         trainer.val_check_interval *= trainer.accumulate_grad_batches
 
 
 def fit(trainer: lightning.Trainer, module: Any, data: Any, ckpt_path: Path | None, run_dir: Path, *, requeue: bool) -> None:
-    """trainer.fit, which a signal stops at the end of an optimizer step. Raises SystemExit with 128 + the signal's number then."""
+    """trainer.fit. A signal stops it at the end of an optimizer step; it then raises SystemExit with 128 + the signal's number."""
     with StopSignals(requeue=requeue) as signals, ranks_of_this_job(run_dir), end_together(trainer):
         trainer.fit_loop.epoch_loop = StepLoop(trainer, signals)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         except SystemExit as leaving:
-            if isinstance(leaving.__context__, KeyboardInterrupt):  # Lightning makes 1 of it
+            if isinstance(leaving.__context__, KeyboardInterrupt):  # for which Lightning exits with 1
                 raise SystemExit(130) from leaving
             raise

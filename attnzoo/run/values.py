@@ -1,7 +1,7 @@
-"""What a composed config tells by itself: values out of range, contradictions, files and names that do not exist. No torch here.
+"""Checks of a composed config by itself: values out of range, contradictions, files and names that do not exist. No torch here.
 
-What a class takes is asked of its signature, see attnzoo.run.checks; here stand the ranges of what other libraries take without a word, and
-those of ours that should be told before torch and Lightning are imported.
+The arguments of a class are checked against its signature, see attnzoo.run.checks. The tables here hold the types and ranges of options
+that other libraries do not check, and of our own options that should be checked before torch and Lightning are imported.
 """
 
 import glob
@@ -187,7 +187,7 @@ def check_generation(cfg: DictConfig) -> None:
     _check_group(plain, "model", READ_MODEL)
     _check_layers(plain["model"]["layers"])
     if plain["prompt"] is not None and plain["prompt_file"] is not None:
-        raise UserError("prompt, prompt_file: say one of them")
+        raise UserError("prompt, prompt_file: set only one of them")
     if plain["prompt"] is None and plain["prompt_file"] is None and not plain["interactive"]:
         raise UserError("prompt must be set: add prompt=<text>, prompt_file=<file> or interactive=true")
     if (beams := plain["beams"]) > 1:
@@ -202,15 +202,15 @@ def check_generation(cfg: DictConfig) -> None:
 
 def _check_precision(plain: Mapping[str, Any]) -> None:
     if plain["precision"] == "fp8":
-        raise UserError("precision=fp8 is a way to train; models trained so are read with precision=bf16-mixed")
+        raise UserError("precision=fp8 is for training only; evaluate or generate with precision=bf16-mixed")
 
 
 def _check_beginning(plain: Mapping[str, Any]) -> None:
     if plain["init_from"] is None and (plain["init_new"] or plain["init_positions"]):
         raise UserError("init_new and init_positions say how init_from is read; set init_from, or leave them out")
     if plain["init_from"] is not None and plain["ckpt_path"] is not None:
-        raise UserError("init_from begins a run with trained weights, ckpt_path goes on with a whole run; set one of them "
-                        "(resume=auto goes well with init_from: it is read where the run folder has no checkpoint yet)")
+        raise UserError("init_from begins a new run with trained weights, ckpt_path goes on with an earlier run; set one of them "
+                        "(resume=auto goes with init_from, which is then read only if the run folder has no checkpoint yet)")
 
 
 def check_evaluation(cfg: DictConfig) -> None:
@@ -241,7 +241,7 @@ def check_evaluation(cfg: DictConfig) -> None:
 
 
 def check_target(where: str, config: DictConfig) -> None:
-    """check_options for what will be built; the vocabulary's size may be left to the tokenizer, eval.py's objective to the checkpoint."""
+    """check_options for a config with a `_target_`. vocab_size and objective may be null: the tokenizer or the checkpoint sets them."""
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
     given = {key: value for key, value in plain.items() if value is not None or key not in ("vocab_size", "objective")}
     module, _, name = str(config.get("_target_")).rpartition(".")
@@ -249,7 +249,7 @@ def check_target(where: str, config: DictConfig) -> None:
         target = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{where}._target_={config.get('_target_')} cannot be imported: {error}") from error
-    if where != "trainer.strategy":  # which hands others on to torch
+    if where != "trainer.strategy":  # a strategy passes further options on to torch
         check_options(where, target, given)
 
 
@@ -263,7 +263,7 @@ def _check_there(plain: Mapping[str, Any], where: str, *keys: str) -> None:
     for key in keys:
         if key not in (_select(plain, where) or {}):
             path = f"{where}.{key}".lstrip(".")
-            raise UserError(f"{path} must be set: it was taken out")
+            raise UserError(f"{path} must be set, but the config does not have it")
 
 
 def _select(plain: Mapping[str, Any], path: str) -> Any:
@@ -273,7 +273,7 @@ def _select(plain: Mapping[str, Any], path: str) -> Any:
 
 
 def is_known(plain: Mapping[str, Any], group: str) -> bool:
-    """Whether a class of this project or of Lightning takes the group, whose keys are then those of the tables."""
+    """Whether the group's `_target_` is of this project or of Lightning, so that its keys are those of the tables."""
     target = (_select(plain, group) or {}).get("_target_")
     return isinstance(target, str) and target.startswith(("attnzoo.", "lightning."))
 
@@ -292,7 +292,7 @@ def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
     optimizer, trainer = plain["optimizer"], plain["trainer"]
     schedule, warmup, steps = optimizer["schedule"], optimizer["warmup_steps"], optimizer.get("total_steps") or trainer.get("max_steps", -1)
     if isinstance(schedule, str):
-        raise UserError(f"optimizer.schedule={schedule!r}: must be the options of one; choose it with schedule={schedule}")
+        raise UserError(f"optimizer.schedule={schedule!r}: must be a mapping of options; choose a schedule with schedule={schedule}")
     if is_known(plain, "optimizer.schedule"):
         check_target("optimizer.schedule", cfg.optimizer.schedule)
     endless = steps == -1 and trainer.get("max_epochs") in (-1, None) and not trainer.get("fast_dev_run")
@@ -302,7 +302,7 @@ def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
 
 
 def warn(cfg: DictConfig) -> None:
-    """Tells what can be run and is hardly meant."""
+    """Logs a warning for settings that can be run but are probably a mistake."""
     warmup, steps = cfg.optimizer.get("warmup_steps", 0), cfg.optimizer.get("total_steps") or cfg.trainer.get("max_steps", -1)
     if 0 < steps <= warmup:
         log.warning(f"optimizer.warmup_steps={warmup} is not below the {steps} steps of the run: optimizer.lr is never reached")
@@ -336,8 +336,8 @@ def check_model(plain: Mapping[str, Any]) -> None:
 
 
 def _check_layers(layers: Mapping[str, Any] | None) -> None:
-    """Whether a pattern by layer is one, and what its kinds of layers override is of the model's types. A pattern alone is one of a
-    checkpoint's kinds."""
+    """Checks a description of layers, and the types of what its kinds override. A pattern without kinds is not checked here, because its
+    kinds may be those of a checkpoint."""
     try:
         by_layer.check(layers if not layers or len(layers) > 1 else {**layers, "pattern": None})
     except ValueError as error:
@@ -348,7 +348,7 @@ def _check_layers(layers: Mapping[str, Any] | None) -> None:
 
 
 def _check_places(plain: Mapping[str, Any], *, tokenizer: bool = True) -> None:
-    """Files and names that are given exist; tokenizer: its name, too."""
+    """Raises an error for a data file that does not exist, and if `tokenizer`, for an unknown tokenizer's name."""
     for data in ("data", "data.text"):
         if not is_known(plain, data):
             continue

@@ -92,7 +92,7 @@ def _append(path: Path, line: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.truncate(path, size)  # a part of the line may have been written
-        raise UserError(f"could not write {path}: {error.strerror}; what was there is whole. Make room and resume") from error
+        raise UserError(f"could not write {path}: {error.strerror}; earlier rows are unchanged. Make room and resume") from error
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -180,7 +180,7 @@ def wandb_logger(
     offline: bool | None = None,
     **kwargs,
 ):
-    """A WandbLogger; offline=None: offline where there is no key. A resumed run folder goes on with its W&B run."""
+    """A WandbLogger. offline=None: offline if there is no key. A resumed run goes on with the W&B run of its folder."""
     os.environ.setdefault("WANDB_SILENT", "true")
     offline = not has_wandb_key() if offline is None else offline
     logger = SafeWandbLogger(

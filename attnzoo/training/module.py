@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 INPUTS = tuple(Inputs.__annotations__)
 READ = {"input_ids", "labels", "weights", *INPUTS}
-MANY_SIZES = 10  # of batches, for which one run records CUDA graphs before it warns
+MANY_SIZES = 10  # the run warns when it has recorded CUDA graphs for so many sizes of batches
 
 
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ class TokenPrediction(lightning.LightningModule):
         self.bytes_per_token = bytes_per_token
         self.record = record
         self.seed = seed
-        # read before any sharding: the number of parameters, the names of matrices (for weight decay), and the shapes in a checkpoint
+        # these are read before any sharding; `matrices` are the names for weight decay, `shapes` those of a checkpoint's tensors
         self.n_parameters = model.n_parameters
         self.matrices = {name for name, parameter in self.named_parameters() if parameter.ndim >= 2}
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
@@ -169,7 +169,7 @@ class TokenPrediction(lightning.LightningModule):
         return loss * self.trainer.world_size / self._totals[1].clamp(min=1)
 
     def on_after_backward(self) -> None:
-        # The first micro-batch's gradients lie where its CUDA graph left them, and the next replay would write over them.
+        # The first micro-batch's gradients are in memory of its CUDA graph, and the next replay would overwrite them.
         if self.uses_graphs and self._begins_step and self.trainer.accumulate_grad_batches > 1 and not self.is_sharded:
             for parameter in self.parameters():
                 if parameter.grad is not None:
@@ -246,15 +246,15 @@ class TokenPrediction(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        if self.trainer.ckpt_path is None or not isinstance(config.scheduler, LambdaLR):  # which a recipe of one's own need not have
+        if self.trainer.ckpt_path is None or not isinstance(config.scheduler, LambdaLR):  # a user's own recipe may have another schedule
             return
-        # the state that was restored holds the numbers of the command that wrote it
+        # the restored state holds the numbers of the earlier command, and this command's shall apply
         for name, (new, old) in put_back(optimizer, config.scheduler, self._given_numbers).items():
             log.info(f"optimizer.{name}={new} from here on, it was {old}")
 
     def on_validation_epoch_start(self) -> None:
         for metric in (self._validation_loss, self._validation_count):
-            if self.device.type != "mps":  # which has no float64
+            if self.device.type != "mps":  # mps has no float64
                 metric.set_dtype(torch.float64)
             metric.reset()
         self._accuracy.reset()

@@ -39,7 +39,7 @@ class AdamWRecipe:
 
     def __post_init__(self):
         if isinstance(self.schedule, str):
-            raise UserError(f"optimizer.schedule={self.schedule!r}: must be the options of one; choose it with schedule=...")
+            raise UserError(f"optimizer.schedule={self.schedule!r}: must be a mapping of options; choose a schedule with schedule=...")
         check_options("optimizer", type(self), vars(self))
 
     def build(
@@ -75,7 +75,7 @@ class AdamWRecipe:
         return {"lr": self.lr, "betas": tuple(self.betas), "eps": self.eps}
 
     def factor(self, step: int, total_steps: Callable[[], float]) -> float:
-        """The learning rate of optimizer step `step` (from 0), as a share of lr."""
+        """The learning rate of optimizer step `step` (counted from 0), divided by lr."""
         warmup = self.warmup_steps
         if 0 < warmup < 1:
             warmup = round(warmup * self._total(total_steps))
@@ -120,13 +120,13 @@ class MuonRecipe(AdamWRecipe):
 
 
 def numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The recipe's numbers in each group of an optimizer that has a schedule. `initial_lr` is lr."""
+    """The recipe's numbers (NUMBERS) in each parameter group of an optimizer that has a schedule. `initial_lr` is the recipe's lr."""
     return [{name: group[name] for name in NUMBERS if name in group} for group in optimizer.param_groups]
 
 
 def put_back(optimizer: Optimizer, schedule: LambdaLR, given: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Gives an optimizer whose state was restored the numbers that it was built with, `given`, in place of the checkpoint's. Returns both
-    of those that differ, by the name of the option."""
+    """Gives an optimizer whose state was restored from a checkpoint the numbers that it was built with, `given`, again. Returns those that
+    differ, by option: (given, the checkpoint's)."""
     changed = {}
     for group, own in zip(optimizer.param_groups, given, strict=True):
         changed |= {name: (value, group.get(name)) for name, value in own.items() if value != group.get(name)}

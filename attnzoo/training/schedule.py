@@ -22,7 +22,8 @@ class Schedule:
         check_options("optimizer.schedule", type(self), vars(self))
 
     def factor(self, step: int, n_steps: int, final: float) -> float:
-        """The learning rate in step `step` (from 0) of `n_steps` after the warm-up, as a share of the highest. final: the last share."""
+        """The learning rate in step `step` (counted from 0) of the `n_steps` after the warm-up, divided by the highest. final: the last
+        step's quotient."""
         n_decay = round(self.decay_share * n_steps)
         return _stages(self.decay, n_steps - n_decay, n_decay, final)(step)
 

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from attnzoo.batch import Batch, sharing
 from attnzoo.run.steps import is_due
 
-# Dense peak, same as the H100 SXM. Lightning's table lacks the name "NVIDIA H200" and counts 2:4 sparsity for related GPUs.
+# Peak FLOP/s without sparsity, as for the H100 SXM. Lightning's table lacks "NVIDIA H200", and for related GPUs assumes 2:4 sparsity.
 H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 494.7e12}
 
 
@@ -49,8 +49,8 @@ class Throughput(lightning.Callback):
 
     def _restart(self, trainer: lightning.Trainer) -> None:
         self.lengths: list[int] = []
-        self.shared: list[int] = []
-        self.n_slots = self.n_logits = 0
+        self.shared: list[int] = []  # in trees, how many tokens of each path in `lengths` belong to earlier segments
+        self.n_slots = self.n_logits = 0  # positions in the batches, padding included; positions of the output layer
         self.step, self.paused, self.started = trainer.global_step, 0.0, time.perf_counter()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
