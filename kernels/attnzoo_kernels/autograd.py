@@ -77,8 +77,8 @@ def differentiable(name: str, operator: str, function: Callable, fake: Callable,
                    gradients: Callable, compiled_gradients: Callable, eager: Callable | None = None, once: bool = True) -> Callable:
     """An operator with a derivative: a function that takes `function`'s arguments. eager: the function that eager mode calls instead.
 
-    backward(gradients, ctx, *grads) gives the gradients of all arguments. Its `gradients` is `gradients` in eager mode and the custom
-    operators `compiled_gradients` under torch.compile. operator: its public name, for messages. once: the derivative has no derivative.
+    backward(gradients, ctx, *grads) returns the gradients of all arguments. It is called with `gradients` in eager mode, and with the
+    custom operator `compiled_gradients` under torch.compile. operator: the public name, for messages. once: there is no second derivative.
     """
     op = custom_op(name, function, fake)
     op.register_autograd(functools.partial(backward, compiled_gradients), setup_context=setup_context)
@@ -110,9 +110,8 @@ def fake_gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tens
 def differentiable_softmax(name: str, forward: Callable, gradients: Callable, tensors: int, *, learned: bool = False,
                            fake: Callable = fake_softmax, fake_backward: Callable = fake_gradients, forward_op: Callable | None = None,
                            backward_op: Callable | None = None) -> Callable:
-    """`differentiable` for forward(q, k, v, *tensors, *options) -> (output, LSE, statistics), where `tensors` is the number of other
-    tensors, and gradients(grad_out, grad_lse, q, k, v, output, statistics, *tensors, *options) -> (dq, dk, dv). What else `forward` returns
-    is kept for the gradients, which get it behind `tensors`.
+    """`differentiable` for forward(q, k, v, *others, *options) -> (output, LSE, statistics, *kept), where `tensors` is the number of
+    others, and gradients(grad_out, grad_lse, q, k, v, output, statistics, *others, *kept, *options) -> (dq, dk, dv).
 
     learned: the first of the other tensors has a gradient, too, which is the fourth one; a flag before the options says whether it is
     wanted. The others have none. forward_op, backward_op: what torch.compile sees in place of `forward` and `gradients`.
@@ -133,6 +132,7 @@ def differentiable_softmax(name: str, forward: Callable, gradients: Callable, te
 
 
 def eager_function(operator: str, function: Callable, prepare: Callable, derive: Callable) -> Callable:
+    """`function` as an autograd.Function with setup_context `prepare` and backward `derive`; called without it if no gradient is wanted."""
     def launch(*inputs):
         return function(*inputs)
 

@@ -48,7 +48,7 @@ def integer(name: str, value, least: int | None = None) -> None:
             raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
         at_least = "" if least is None else f" of at least {least}"
         raise ValueError(f"{name}: must be an integer{at_least}, got {value!r}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # not a symbolic one, of which a question would be a guard
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # not for a symbolic one: torch.compile would make the comparison a guard
         raise ValueError(f"{name}: must be an integer of 64 bits, got {value}")
 
 
@@ -89,8 +89,8 @@ def softmax_scale(value: float | None, head_dim: int) -> float:
 
 
 def positive_scale(softmax_scale: float, *queries: Tensor) -> tuple:
-    """The scale and the queries as the kernels need them. Kernels scale a row's maximum, so the scale must be positive: else the maximum
-    would become the minimum. A negative sign is moved into the queries; 0 becomes 1, with queries of 0."""
+    """(the scale, *the queries) as the kernels need them. Kernels scale a row's maximum, so that the scale must be positive: a negative one
+    would make it the minimum. A negative sign is moved into the queries; a scale of 0 becomes 1, with queries of 0."""
     if softmax_scale > 0:
         return softmax_scale, *queries
     return abs(softmax_scale) or 1.0, *(q * -1.0 if softmax_scale < 0 else q * 0.0 for q in queries)

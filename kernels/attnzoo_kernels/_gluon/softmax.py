@@ -69,31 +69,31 @@ def unpacked_rounded(words, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def subtrahend(base, scale, apart):
-    """What is subtracted from a row's scores in base 2 before the exponential. base: the maximum, in the scores' unit. apart: as in
+def subtrahend(base, scale, tile_bias):
+    """What is subtracted from a row's scores in base 2 before the exponential. base: the maximum, in the scores' unit. tile_bias: as in
     softmax_step."""
     base = base * scale
-    return base if apart is None else base + apart[0]
+    return base if tile_bias is None else base + tile_bias[0]
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, NOT_NEGATIVE: gl.constexpr = False, apart=None):
+def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, NOT_NEGATIVE: gl.constexpr = False, tile_bias=None):
     """One step of the online softmax over scores [M, N] (-inf where masked); `scale` > 0 brings them to base 2. NOT_NEGATIVE: no row_max is
-    negative. apart: a bias that is subtracted from all scores, (in base 2, in the scores' unit); None: there is none.
+    negative. tile_bias: APART's result, which is subtracted from all scores: (in base 2, in the scores' unit); None: there is none.
 
     Returns the weights, the new maximum (unscaled), the partial sums, and the factor for what was accumulated before.
     """
     new_max = row_maximum(scores, NOT_NEGATIVE)
-    if apart is not None:
-        if NOT_NEGATIVE:  # an arbitrary number below zero must not become a maximum if `apart` is negative, too
+    if tile_bias is not None:
+        if NOT_NEGATIVE:  # an arbitrary number below zero must not become a maximum if `tile_bias` is negative, too
             new_max = gl.maximum(new_max, 0.0)
-        new_max = new_max - apart[1]
+        new_max = new_max - tile_bias[1]
     new_max = gl.maximum(row_max, new_max)
     base = new_max
     if MASKED:  # avoids inf - inf in a row that has seen no key yet
         base = gl.where(new_max == -float("inf"), 0.0, new_max)
     rescale = gl.exp2((row_max - base) * scale)
-    weights = gl.exp2(scores * scale - subtrahend(base, scale, apart)[:, None])
+    weights = gl.exp2(scores * scale - subtrahend(base, scale, tile_bias)[:, None])
     row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + partial_row_sums(weights)
     return weights, new_max, row_sum, rescale
 

@@ -29,7 +29,7 @@ from attnzoo_kernels.block_sparse.tiles import hopper_forward_tile
 
 
 class OfList(NamedTuple):
-    """What the producer warp knows of a tile's list, beside the fields of Tile."""
+    """`own` of a Tile: what the producer warp knows of a tile's list."""
 
     length: Any
     begin: Any
@@ -37,8 +37,7 @@ class OfList(NamedTuple):
 
 
 class ToTake(NamedTuple):
-    """What a consumer knows of a tile's list, beside the fields of Taken and of Span. A Span's tiles of keys are positions in the list
-    here."""
+    """`own` of a Taken and of a Span: what a consumer knows of a tile's list. A Span's tiles of keys are positions in the list here."""
 
     length: Any
     clear: Any  # entries that need no mask
@@ -60,13 +59,14 @@ class Lists(NamedTuple):
 
 @gluon.jit
 def next_tile(index, program, config):
+    """NEXT_TILE: the index-th tile in the order of the lists."""
     lists, problem = program.own, program.problem
     batch, head, tile = listed_tile(index, lists.order, lists.tiles, problem.heads, problem.n_tiles)
     number = batch * lists.stride_batch + head * lists.stride_head + tile
     length, clear = list_lengths(lists.count, number)
     begin = find_list(lists.entries, number, lists.width)
     last = gl.load(begin + gl.maximum(length - 1, 0))
-    last = gl.where(length > 0, last, 0)  # a tile that sees no key reads one tile of keys all the same
+    last = gl.where(length > 0, last, 0)  # a tile with an empty list also reads one tile of keys
     row = tile * (config.CONSUMERS * ROWS)
     words = batch, head, row, length, clear, last * config.BLOCK_N, number
     return Tile(index, words, batch, head, row, 0, problem.seqlen_q, 0, problem.seqlen_k, OfList(length, begin, last))
@@ -80,6 +80,7 @@ def next_entry(j, tile, program, config):
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
+    """LOAD_TILE: one segment, the tiles of keys in the list."""
     keys = Keys(tile.sequence, tile.head // program.problem.group, 0, tile.len_k)
     return load_segment(program.descs.q, program.descs.k, tile, keys, 0, tile.own.last, gl.maximum(tile.own.length, 1), step, q_step,
                         program, config)
@@ -87,6 +88,7 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def take(taken, program, config):
+    """TAKE: `own` is a ToTake."""
     batch, head, row, length, clear, column, number = take_words(taken, program, config)
     begin = find_list(program.own.entries, number, program.own.width)
     return Taken(batch, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, ToTake(length, clear, column, begin))
@@ -94,6 +96,7 @@ def take(taken, program, config):
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN: all entries of the list."""
     len_k = gl.where(tile.own.length > 0, tile.len_k, 0)  # an empty list is treated as a sequence without keys
     end = gl.maximum(tile.own.length, 1)
     return Span(tile.row + ME * ROWS, tile.len_q, len_k, 0, end, 0, 0, tile.own.clear, end, tile.own)
@@ -154,7 +157,7 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options,
                    tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for calls that forward_reason accepts."""
     out, lse, stats = outputs(q, v.shape[-1])
     plan, grid = _plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, tile)
     with on_device_of(q):

@@ -40,7 +40,7 @@ def _rule(q: Layout, k: Layout, options: Options, stages: int) -> tuple[Grid, fl
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor,
                     options: Options, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
+    """dQ, dK and dV as the plain path's launch_backward gives them, for calls that backward_reason accepts."""
     tile = tile or Tile()
     grid, rule = _rule(layout(q), layout(k), options, tile.stages)
     with on_device_of(q):

@@ -56,6 +56,7 @@ def _steps_of_head(lists, tile, member):
 
 @gluon.jit
 def _next_entry(lists, state, n):
+    """LOAD_NEXT: the state is (pointer to the next entry, its value)."""
     entry = state[0] + 1
     return state[1], (entry, gl.load(entry))
 
@@ -76,14 +77,14 @@ def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, r
 
 @gluon.jit
 def _row_tile(lists, bars, step, n, c):
-    """ROW_TILE: as the producer warp has told."""
+    """ROW_TILE: the number that the producer warp has written to shared memory."""
     stage = await_full(bars.q_full, step, c.STAGES)
     return read_word(lists.numbers.index(stage))
 
 
 @gluon.jit
 def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN."""
+    """OWN: the Lists."""
     return Lists(tensors[0], tensors[1], tensors[2], *numbers,
                  gl.allocate_shared_memory(gl.int32, [c.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])))
 

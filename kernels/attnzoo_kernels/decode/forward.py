@@ -88,7 +88,7 @@ def load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W
 
 @triton.jit
 def _load_rows(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr):
-    """LOAD."""
+    """LOAD where the cache has no pages."""
     return _widened(own, load_rows(rows, at, WIDTH, BLOCK, BLOCK_WIDTH, GUARD, TMA))
 
 

@@ -34,7 +34,7 @@ class Near(NamedTuple):
 
 @gluon.jit
 def own(tensors, numbers, scale, config):
-    """OWN."""
+    """OWN: an Own."""
     return Own(tensors[0], numbers[0], numbers[1], 1 / scale)
 
 
@@ -58,7 +58,7 @@ def several(first, COLUMNS: gl.constexpr, count):
 
 @gluon.jit
 def _near(tile, row, program, config):
-    """OF_SPAN."""
+    """OF_SPAN: a Near."""
     own = program.own
     return Near(head_table(own.table, tile.head, own.count), row + (tile.len_k - tile.len_q + own.origin))
 
@@ -106,8 +106,8 @@ HOOKS = (("OWN", own), ("OF_SPAN", _near), ("APART", _apart), ("SCORES", _scores
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    table: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. table:
-    of DistanceBias."""
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for calls that forward_reason accepts; residual, too.
+    table: of DistanceBias."""
     many = 2 * options.distances > k.shape[-3]  # many tiles of keys take several entries
     rule = flash.Rule(HOOKS, (options.distances, options.origin), heavy=many)
     return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, residual=residual, rule=rule, own=(table,))

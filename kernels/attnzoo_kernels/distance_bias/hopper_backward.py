@@ -45,7 +45,7 @@ class Early(NamedTuple):
 
 @gluon.jit
 def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN."""
+    """OWN: an Own."""
     sums = ()  # Triton 3.6 returns no struct with None in it
     picks = ()
     if tensors[1] is not None:
@@ -70,7 +70,7 @@ def _end_sums(products, early, head, dq_tile, c):
 
 @gluon.jit
 def _store_sums(sums, head, bounds, c, ME: gl.constexpr):
-    """STORE_SUMS: those since the last step that took several entries."""
+    """STORE_SUMS: stores the sums since the last step that took several entries."""
     add_all_diagonals(sums, head.sums + entry(head.first + (bounds[3] - 1) * c.ROWS, head.own.count))
 
 
@@ -87,7 +87,7 @@ def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr)
 
 @gluon.jit
 def _early(dq_tile, head, c):
-    """EARLY."""
+    """EARLY: an Early."""
     first = head.first + (dq_tile - head.dq_tile) * c.ROWS
     return Early(first, several(first, HALF, head.own.count), gl.load(head.entries + entry(first, head.own.count)))
 
@@ -100,8 +100,8 @@ def _weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexp
         key = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout)) ^ (HALF - 1)  # from the last one: XOR becomes constant offsets
         query = gl.arange(0, c.ROWS, gl.SliceLayout(0, x.type.layout))
         x += gl.load((head.entries + (early.first - (HALF - 1)) + key)[:, None] + query[None, :])
-    apart = gl.where(early.biased, 0.0, early.common)
-    x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - apart)[None, :]
+    common = gl.where(early.biased, 0.0, early.common)
+    x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - common)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
     return gl.exp2(x)

@@ -58,7 +58,7 @@ def _dq_loops(state, x, own):
 
 @triton.jit
 def _store_dq(rows, dq, softmax_scale, place, own, shape):
-    """FINISH."""
+    """FINISH of dQ: applies the factor of the queries, and stores dQ."""
     factor = query_factor(own.rotation.multiplier, place.batch, place.first, place.row, place.length, own.rotation.stride_multiplier,
                           softmax_scale, own.HAS_MULTIPLIER, shape.BLOCK_M)
     a, b = tl.split(scaled_gradient(dq, factor[:, None]).reshape(shape.BLOCK_M, shape.BLOCK_D // 2, 2))
@@ -135,7 +135,7 @@ def _load_copy(x, own, at, GUARD: tl.constexpr):
 
 @triton.jit
 def _load_stats(x, own, at):
-    """LOAD_STATS."""
+    """LOAD_STATS: rows from own.end on get weight zero."""
     stats = load_row_stats(x.row_stats, x.stride_rows, at, x.shape.BLOCK_M, x.shape.PRECISION)
     if not own.ONE_LOOP:
         inside = at + tl.arange(0, x.shape.BLOCK_M) < own.end

@@ -50,13 +50,13 @@ class Own(NamedTuple):
 
 @gluon.jit
 def _first(span):
-    """FIRST."""
+    """FIRST: the first tile of keys holds the diagonal."""
     return True
 
 
 @gluon.jit
 def _ends(tiles, step, span, program, config):
-    """ENDS."""
+    """ENDS: the segments are the relations intra, successive and inter."""
     own, chunk = span.own, program.own.chunk
     successive_step = step + tiles
     inter_step = successive_step + relation_keys(1, own.chunk, chunk, own.last, own.merged, config.BLOCK_N)[1]
@@ -65,7 +65,7 @@ def _ends(tiles, step, span, program, config):
 
 @gluon.jit
 def _place(s, stop, place):
-    """PLACE, for step_mask."""
+    """PLACE: the `where` that step_mask reads."""
     n, first, span = place
     return n, s == first, span
 
@@ -165,7 +165,7 @@ def _plan_of_tile(tile: ForwardTile, device: torch.device, queries: Layout, v: L
         tiles = sequences * dense_tiles(seqlen_q, seqlen_k, chunk, block)
     scalars = {
         "stride_os": out[1][-3], "stride_oh": out[1][-2], "stride_stats": stride_stats, "chunk": chunk, "near": options.near,
-        # of twice L2_GROUP: half of it is slower, and so is more
+        # an itemsize of 1 for 16-bit numbers lets the heads fill twice L2_GROUP: half or more than that is slower
         "head_group": heads_in_l2(seqlen_k, tile_width(queries[0][-1]) + tile_width(v[0][-1]), 1) * group,
         "batches": queries[0][0] // 3, "n_tiles": out[0][-2] * tiles,
     }
@@ -200,7 +200,7 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options,
                    tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for calls that forward_reason accepts."""
     out, lse, stats = outputs(q, v.shape[-1])
     with on_device_of(q):
         for part in parts(q, k, extras, options):

@@ -77,7 +77,7 @@ def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     extras: Extras, options: Options, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
+    """dQ, dK and dV as the plain path's launch_backward gives them, for calls that backward_reason accepts."""
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()

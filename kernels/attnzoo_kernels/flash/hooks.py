@@ -70,7 +70,7 @@ class TileBias(NamedTuple):
     own: Any  # c of the tile's rows, relative to the block's start; for float32 inputs the high parts of c
     low: Any  # for float32 inputs: the low parts
     start: Any  # c at the start of the tile's block, in two parts
-    apart: Any  # c at the start of the keys' block minus c at the start of the queries' block; set by keys_bias or queries_bias
+    difference: Any  # c at the start of the keys' block minus c at the start of the queries' block; set by keys_bias or queries_bias
 
 
 class Loaded(NamedTuple):
@@ -129,7 +129,7 @@ def _block_start(m, block):
 
 
 @triton.jit
-def _apart(keys, queries):
+def _start_difference(keys, queries):
     """c at the start of the keys' block minus c at the start of the queries' block. All kernels add the parts up in this order."""
     return (keys[0] - queries[0]) + (keys[1] - queries[1])
 
@@ -161,19 +161,19 @@ def rows_more(place, m, rows):
 
 @triton.jit
 def keys_bias(m, bias, at, x):
-    """The TileBias of a tile of queries, with `apart` for the block of the keys from `at` on."""
+    """The TileBias of a tile of queries, with `difference` for the block of the keys from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
-        apart = _apart(_block_start(m, bias.source + at // BLOCK), bias.start)
-        bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
+        difference = _start_difference(_block_start(m, bias.source + at // BLOCK), bias.start)
+        bias = TileBias(bias.source, bias.own, 0, bias.start, difference)
     return bias
 
 
 @triton.jit
 def queries_bias(m, bias, at, x):
-    """The TileBias of a tile of keys, with `apart` for the block of the queries from `at` on."""
+    """The TileBias of a tile of keys, with `difference` for the block of the queries from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
-        apart = _apart(bias.start, _block_start(m, bias.source + at // BLOCK))
-        bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
+        difference = _start_difference(bias.start, _block_start(m, bias.source + at // BLOCK))
+        bias = TileBias(bias.source, bias.own, 0, bias.start, difference)
     return bias
 
 
@@ -291,7 +291,7 @@ def _modified(products, i, j, shift, at, x, m, slope, key_bias, head, distance, 
             else:
                 # c is loaded as a row, after the product: as a vector, or before the product, the load causes fault 3
                 bias = key_bias.own if TRANSPOSED else tl.load(m.key_bias + key_bias.source * BLOCK + j)
-                row_bias = key_bias.apart + tl.zeros_like(i).to(tl.float32)
+                row_bias = key_bias.difference + tl.zeros_like(i).to(tl.float32)
         scores, derivative = scores_in_unit(products, bias, m.scale, m.softcap, m.PRESCALE, m.HAS_SOFTCAP, PRECISION == "ieee",
                                             m.HARDWARE_TANH)
     return scores, row_bias, derivative

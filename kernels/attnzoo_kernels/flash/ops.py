@@ -145,9 +145,9 @@ def _backward_op(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, sinks: Tensor | None,
     impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # contiguous, as _fake_backward says
+    contiguous = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as _fake_backward says
     return _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks,
-                      impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
+                      impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=contiguous)
 
 
 def _fake_backward(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks, *_):
@@ -166,7 +166,7 @@ def _backward_joint_op(
     """(dQ, dK and dV side by side in one tensor (..., sum of heads x width); the gradient of sinks)."""
     joint = q.new_empty(*q.shape[:-2], sum(_widths(q, k, v)))
     dsinks = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks,
-                        impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
+                        impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_split(joint, q, k, v))[3]
     return joint, dsinks
 
 
@@ -183,7 +183,7 @@ def _widths(*tensors: Tensor) -> list[int]:
     return [x.shape[-2] * x.shape[-1] for x in tensors]
 
 
-def _apart(joint: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _split(joint: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Views of the parts of `joint`, each with the shape of one of the tensors."""
     return tuple(part.unflatten(-1, x.shape[-2:]) for part, x in zip(joint.split(_widths(*tensors), joint.dim() - 1), tensors, strict=True))
 
@@ -193,7 +193,7 @@ def _joint_gradients(grad_out, grad_lse, q, k, v, *rest):
     if q.shape[:-2] != k.shape[:-2] or any(width * q.itemsize % 16 for width in _widths(q, k, v)):
         return backward_op(grad_out, grad_lse, q, k, v, *rest)
     joint, dsinks = backward_joint_op(grad_out, grad_lse, q, k, v, *rest)
-    return *_apart(joint, q, k, v), dsinks
+    return *_split(joint, q, k, v), dsinks
 
 
 def _setup_context(ctx, inputs, output):

@@ -55,7 +55,7 @@ def block_start(starts, block, there=True):
 
 
 @gluon.jit
-def apart(keys, queries):
+def start_difference(keys, queries):
     """c at the start of the keys' block minus c at the start of the queries' block. All kernels add the parts up in this order."""
     return (keys[0] - queries[0]) + (keys[1] - queries[1])
 
@@ -87,7 +87,7 @@ def _key_bias(slot, KEYS: gl.constexpr, program, config):
 @gluon.jit
 def _apart(column, s, program, config):
     """APART: the difference of c at the starts of the two blocks. Only in a consumer's first tile of keys it may be below zero."""
-    difference = apart(block_start(program.own.starts, s.own.keys + column // BLOCK, column < s.len_k), s.own.start)
+    difference = start_difference(block_start(program.own.starts, s.own.keys + column // BLOCK, column < s.len_k), s.own.start)
     return difference, difference * program.own.unit
 
 

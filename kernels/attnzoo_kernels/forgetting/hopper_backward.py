@@ -18,7 +18,7 @@ from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, next_key_
 from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
-from attnzoo_kernels.forgetting.hopper import apart, block_start
+from attnzoo_kernels.forgetting.hopper import block_start, start_difference
 
 BLOCK = gl.constexpr(C_BLOCK)
 ROWS = 64  # queries of a step: at width 64 the scores of 128 queries and the bias together would spill
@@ -108,7 +108,7 @@ def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr)
 def _early(dq_tile, head, c):
     """EARLY: c at the start of the keys' block minus c at the start of the queries' block, in the unit of the products."""
     j = dq_tile - head.dq_tile
-    return apart(head.start, block_start(head.own.starts, head.first_tile + j * c.ROWS // BLOCK)) * head.unit
+    return start_difference(head.start, block_start(head.own.starts, head.first_tile + j * c.ROWS // BLOCK)) * head.unit
 
 
 @gluon.jit

@@ -145,12 +145,12 @@ def sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, row_bias):
 
 @triton.jit
 def sigmoid_gradient(weights, dweights, delta):
-    """GRADIENT."""
+    """GRADIENT: dS = P (1 - P) dP."""
     return weights * (1.0 - weights) * dweights
 
 
 @triton.jit
 def no_stats(x, own, at):
-    """LOAD_STATS."""
+    """LOAD_STATS: a sigmoid has no row statistics."""
     nothing = tl.zeros([x.shape.BLOCK_M], tl.float32)
     return RowStats(nothing, nothing, nothing)

@@ -14,8 +14,8 @@ from attnzoo_kernels.sigmoid.options import Options
 
 @gluon.jit
 def sigmoid(scores):
-    """Of scores in base 2."""
-    powers = gl.exp2(scores)  # all at once: in the assembly, branches would separate them
+    """The sigmoid of scores in base 2."""
+    powers = gl.exp2(scores)  # not in the assembly, whose branches would come between the exponentials
     return gl.inline_asm_elementwise(HOPPER_SIGMOID, HOPPER_REGISTERS, [powers], dtype=gl.float32, is_pure=True, pack=TOGETHER)
 
 
@@ -29,25 +29,25 @@ def bias_of(bias, len_k, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def own_bias(tensors, numbers, scale, config):
-    """OWN."""
+    """OWN: the bias in base 2."""
     return numbers[0]
 
 
 @gluon.jit
 def bias_of_span(tile, row, program, config):
-    """OF_SPAN."""
+    """OF_SPAN: the bias in base 2."""
     return bias_of(program.own, tile.len_k, config.OPTIONS)
 
 
 @gluon.jit
 def weights(scores, where, program, config):
-    """WEIGHTS."""
+    """WEIGHTS of a sigmoid."""
     return sigmoid(scores * program.rows.scale + where[2].own)
 
 
 @gluon.jit
 def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH."""
+    """FINISH: stores the rows as they are, because weights need no normalisation."""
     write_span(program.descs.out, acc, span, at, ME, program)
 
 
@@ -65,6 +65,6 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    tile: ForwardTile | None = None) -> Tensor:
-    """Output, for what forward_reason lets through."""
+    """Output, for calls that forward_reason accepts."""
     rule = flash.Rule((*HOOKS, ("OPTIONS", options.by_length)), (options.base_2_bias(k.shape[-3]),), statistics=False)
     return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, tile, rule=rule)[0]

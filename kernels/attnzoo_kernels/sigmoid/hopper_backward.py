@@ -15,7 +15,7 @@ from attnzoo_kernels.sigmoid.options import Options
 
 @gluon.jit
 def own_bias(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN."""
+    """OWN: the bias in base 2."""
     return numbers[0]
 
 
@@ -27,14 +27,14 @@ def bias_of_tile(own, key, len_q, len_k, c):
 
 @gluon.jit
 def _gradient(weights, dweights, smem, stage, c):
-    """GRADIENT."""
+    """GRADIENT: dS = P (1 - P) dP."""
     dweights = weights * dweights
     return dweights - weights * dweights
 
 
 @gluon.jit
 def _head(scale, bias, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
-    """HEAD."""
+    """HEAD: (the scale that brings scores to base 2, the bias in base 2)."""
     return scale, bias
 
 
@@ -61,7 +61,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
 
 def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
                     options: Options, deterministic: bool, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV, for what backward_reason lets through."""
+    """dQ, dK and dV, for calls that backward_reason accepts."""
     ordered = deterministic or flash.in_order_anyway(q, k, v, options)
     rule = flash.Rule((*HOOKS, ("OPTIONS", options.by_length)), (options.base_2_bias(k.shape[-3]),))
     return flash.launch_backward(grad_out, None, q, k, v, None, None, cu_seqlens_q, cu_seqlens_k, options, ordered, tile, rule=rule)[:3]

@@ -80,7 +80,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _load_frame(x, own, at, GUARD: tl.constexpr):
-    """LOAD_Q."""
+    """LOAD_Q: the queries of the frame."""
     rows = head_rows(own.operand, x.place.batch, 2 * x.head + own.frame, x.place.other_first, x.place.other_length, x.shape.TMA)
     return load_query_rows(x, rows, at, GUARD)
 

@@ -34,7 +34,7 @@ class Own(NamedTuple):
 
 @gluon.jit
 def own_keys(tensors, numbers, scale, config):
-    """OWN."""
+    """OWN: an Own."""
     return Own(*numbers)
 
 
@@ -131,20 +131,20 @@ def step_mask(scores, where, program, config):
 
 @gluon.jit
 def _first(span):
-    """FIRST."""
+    """FIRST: whether the first tile of near keys needs a mask."""
     return (span.end > span.full_end) | (span.end <= span.full_begin)
 
 
 @gluon.jit
 def _ends(end, step, span, program, config):
-    """ENDS."""
+    """ENDS: the segments are the near and the far frame."""
     far_step = step + span.end - span.begin
     return far_step, far_step + span.own.end
 
 
 @gluon.jit
 def _place(s, stop, place):
-    """PLACE, for step_mask."""
+    """PLACE: the `where` that step_mask reads."""
     n, _, span = place
     return n > 0, gl.where(n == 0, span.begin, 0) + stop - 1 - s, span
 
@@ -198,7 +198,7 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for calls that forward_reason accepts."""
     out, lse, stats = outputs(q[..., ::2, :], v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     plan = _plan(q.device, q.dtype, same_lengths, *map(layout, (q, k, v, out)), options, tile)

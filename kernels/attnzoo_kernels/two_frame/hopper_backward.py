@@ -31,7 +31,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                     deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV, as the plain path's launch_backward gives them, for what backward_reason lets through."""
+    """dQ, dK and dV, as the plain path's launch_backward gives them, for calls that backward_reason accepts."""
     dv = v.new_empty(v.shape)
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     far = replace(options, window_right=-options.near_keys)
