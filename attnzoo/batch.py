@@ -1,4 +1,4 @@
-"""A batch: what a loader gives, and what of it a model reads."""
+"""A batch: what a loader returns, and the part of it that a model reads."""
 
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -8,28 +8,29 @@ from torch import Tensor
 if TYPE_CHECKING:
     from attnzoo_kernels.context_parallel import ContextParallel
 
-IGNORED = -100  # the label where nothing is asked
+IGNORED = -100  # the label of a token that has no target
 
 
 def sharing(trainer: Any) -> int:
-    """How many neighbouring ranks of a run are given the same batches, of which each reads a part (`trainer.context_parallel`)."""
+    """How many neighbouring ranks of a run share each batch, of which each rank reads a part (`trainer.context_parallel`)."""
     return getattr(trainer, "context_parallel", 1)
 
 
 class Inputs(TypedDict, total=False):
     """Keyword arguments of a model beside `input_ids`.
 
-    position_ids: int64, as `input_ids`; each token's place in its sequence, zeros behind the last one.
-    cu_seqlens: int32 (sequences + 1,), where packed sequences begin and end; the last value may be repeated, so that the shape stays.
-    max_seqlen: at least the longest sequence.
-    parents: int32 (segments,), where `cu_seqlens` bounds segments of trees, depth first: the number of the segment that each continues, -1
-        where it begins a tree. Sequences are the paths from a root; positions and max_seqlen are those of these.
+    position_ids: int64, the shape of `input_ids`: each token's position in its sequence, zeros behind the last sequence.
+    cu_seqlens: int32 (sequences + 1,), the bounds of packed sequences. The last value may be repeated, to keep the shape constant.
+    max_seqlen: int, at least the longest sequence.
+    parents: int32 (segments,), for trees of shared prefixes. `cu_seqlens` then bounds the trees' segments, in depth-first order. A
+        segment's entry is the number of the segment that it continues, or -1 if it begins a tree. A sequence is the path from a root to a
+        segment; positions and max_seqlen are those of paths.
     attention_mask: bool (batch, seqlen), true for tokens and false for padding.
-    max_tokens: the mask's sum.
-    token_type_ids: int64, as `input_ids`.
-    logits_at: int64 (n,), the flat indices of the places whose logits are computed; without it all are.
-    context: the plan by which several devices read these sequences together; the tensors of tokens are then this device's part, and
-        cu_seqlens and max_seqlen are of the whole.
+    max_tokens: int, the mask's sum.
+    token_type_ids: int64, the shape of `input_ids`.
+    logits_at: int64 (n,), indices into input_ids.flatten() of the tokens whose logits are computed; without it those of all tokens are.
+    context: the plan by which several devices share these sequences. Tensors by token are then this device's part; cu_seqlens and
+        max_seqlen describe the whole sequences.
     dropout_states: int64 (layers, 2), seed and offset of each layer's attention dropout, the same on all devices of `context`. Without it
         each device draws its own.
     """
@@ -47,19 +48,19 @@ class Inputs(TypedDict, total=False):
 
 
 class Batch(Inputs):
-    """Rows (batch, seqlen), or sequences packed one after the other (total,), which have `cu_seqlens`.
+    """Rows (batch, seqlen), or packed sequences (total,) with `cu_seqlens`.
 
-    Tensors go to the device. numpy arrays and numbers stay on the host, so that nobody waits for the device to read them.
+    Tensors are moved to the device. numpy arrays and numbers stay on the host, so that reading them does not wait for the device.
 
     input_ids: int64, (batch, seqlen) or (total,).
-    labels: int64, as `input_ids`, what the logits of the same place are to predict, or (sequences,), a class each; IGNORED (-100) where
-        nothing is asked.
-    weights: float32 (n,), what each target counts in the loss. `labels` are then (n,) as well, one for each of `logits_at`, which may name
-        a place more than once: what several sequences share is followed by several tokens.
-    lengths: numpy int64 (sequences,), tokens of each sequence; in trees of each path up to a segment's end.
-    shared: numpy int64 (segments,), of these lengths the tokens that stand before the segment; only in trees.
-    n_tokens: without padding.
-    n_targets: labels that are not IGNORED.
+    labels: int64. In the shape of `input_ids`: what the logits of the same token predict. Or (sequences,): the class of each sequence.
+        IGNORED (-100) where there is no target.
+    weights: float32 (n,), the weight of each target in the loss. `labels` are then (n,) too, one for each index of `logits_at`. That may
+        contain an index more than once: a token that several sequences share is followed by several tokens.
+    lengths: numpy int64 (sequences,), tokens of each sequence; in trees (segments,), tokens of the path up to each segment's end.
+    shared: numpy int64 (segments,), only in trees: how many tokens of each of these paths come before the segment.
+    n_tokens: the number of tokens without padding.
+    n_targets: the number of labels that are not IGNORED.
     """
 
     input_ids: Tensor

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read without running code, rebuilt into a model."""
+"""Checkpoint files: written completely or not at all, read without running code from them, and rebuilt into a model."""
 
 import contextlib
 import copy
@@ -21,35 +21,35 @@ from attnzoo.run.files import write_whole
 
 FORMAT = 1
 TASKS = ("lm", "mlm", "classification")
-# of a model and its attention, when a run goes on; the data refuse another data.seq_len, which is train_context
+# options of model and attention that may change when a run is resumed; train_context is data.seq_len, which the data check themselves
 CHANGEABLE = ("impl", "dropout", "attention_dropout", "train_context")
 PREFIX = "model."  # of the model's weights in the state dict
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as trained, or as overridden, in eval mode, and what belongs to it."""
+    """A model in eval mode, as trained or with overrides, and what belongs to it."""
 
     model: nn.Module
     tokenizer: Any
     task: str  # lm, mlm or classification
-    context: int  # tokens read at once in training
-    record: dict  # what the file says of model, attention, tokenizer, data and versions
+    context: int  # the sequence length in training, in tokens
+    record: dict  # the file's description of model, attention, tokenizer, data and versions
     overrides: dict = field(default_factory=dict)  # what differs from the record, by group: {"attention": {...}, "model": {...}}
     attention: str = ""  # the names of its variants
 
 
 def save(content: dict, path: str | os.PathLike) -> None:
-    """torch.save that leaves the file that was there until the new one is on the disk. UserError where that fails (disk full)."""
+    """torch.save, which keeps an earlier file until the new one is complete. Raises UserError if that fails, as on a full disk."""
     write_whole(path, functools.partial(torch.save, content))
 
 
 def existing_file(path: str | os.PathLike) -> Path:
-    """The path of a checkpoint file. UserError where there is none, with what is there instead."""
+    """The path of a checkpoint file. Raises UserError if there is no such file, and says what is there instead."""
     path = Path(path).expanduser()
     if path.is_dir():
         inside = sorted(path.glob("checkpoints/*.ckpt")) or sorted(path.glob("*.ckpt"))
-        raise UserError(f"ckpt_path={path} is a folder; " + (f"say ckpt_path={inside[0]}" if inside else "it holds no checkpoints/*.ckpt"))
+        raise UserError(f"ckpt_path={path} is a folder; " + (f"set ckpt_path={inside[0]}" if inside else "it holds no checkpoints/*.ckpt"))
     if not path.is_file():
         beside = ", ".join(sorted(p.name for p in path.parent.glob("*.ckpt"))) if path.parent.is_dir() else "no such folder"
         raise UserError(f"ckpt_path={path} does not exist; beside it: {beside or 'no *.ckpt'}")
@@ -57,7 +57,7 @@ def existing_file(path: str | os.PathLike) -> Path:
 
 
 def read(path: str | os.PathLike, map_location: Any = "cpu") -> dict:
-    """The content of a checkpoint of this project, tensors and plain types only. UserError for anything else."""
+    """The content of a checkpoint of this project, which holds only tensors and plain types. Raises UserError for anything else."""
     path = existing_file(path)
     try:
         damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None  # torch does not look at the checksums
@@ -92,16 +92,16 @@ def load(
 ) -> Checkpoint:
     """Rebuild the model of a checkpoint with its weights.
 
-    attention: a dict with `_target_` replaces the variant, without it its keys are merged over the checkpoint's. model: keys merged over
-    the checkpoint's (rope_scaling, ...); `layers` with a `pattern` replaces the checkpoint's, without one its kinds are merged over them.
-    trust: modules whose classes a checkpoint may name beside attnzoo's.
+    attention: a dict with `_target_` replaces the variant; the keys of one without are merged over the checkpoint's. model: keys that are
+    merged over the checkpoint's, such as rope_scaling. `layers` is merged as by `attnzoo.layers.merged`. trust: modules beside attnzoo
+    whose classes the checkpoint may name.
     """
     return rebuild(read(path, map_location), path, attention=attention, model=model, trust=trust)
 
 
 def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None = None, model: Mapping | None = None,
             trust: tuple[str, ...] = ()) -> Checkpoint:
-    """The same of a content that was read already, from `path`."""
+    """`load` for content that was already read from `path`."""
     from attnzoo.models import from_config
 
     record = content["attnzoo"]
@@ -118,7 +118,8 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
         if _n_blocks(model_config) > len({name.split(".")[1] for name in weights if name.startswith("blocks.")}):
             raise ValueError(f"n_layers={model_config['n_layers']} are more than its weights have")
         build = functools.partial(from_config, model_config, attention_config, trust=trust)
-        # sizes first: a wrong one may ask for more memory than there is; a layer of one's own may not know the device
+        # shapes are checked first, on the meta device: a wrong size may need more memory than there is. A user's own layer may not work
+        # there
         with contextlib.suppress(RuntimeError), torch.device("meta"):
             _check_fit(path, weights, build())
         built = build()
@@ -131,7 +132,7 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
         for group, config, recorded in (("attention", attention_config, record["attention"]), ("model", model_config, record["model"]))
         if (changed := {key: value for key, value in config.items() if key not in recorded or recorded[key] != value})
     }
-    if "layers" in overrides.get("model", {}):  # each key of it that differs, by its place; a variant is a group of its own
+    if "layers" in overrides.get("model", {}):  # each key that differs, by its dotted name; another variant is a group of its own
         for key, value in by_layer.changes(record["model"].get("layers"), overrides["model"].pop("layers")).items():
             group, part = (key, value) if isinstance(value, Mapping) else ("model", {key: value})
             overrides[group] = {**overrides.get(group, {}), **part}
@@ -161,17 +162,17 @@ def _n_blocks(model: Mapping) -> int:
 
 
 def check_same_model(content: dict, shapes: Mapping[str, torch.Size], record: dict) -> None:
-    """UserError unless the checkpoint's weights are those of a run's module of these shapes, and its optimizer's state of the same
-    optimizer; says which settings differ."""
+    """Raises UserError, which says what differs, unless a checkpoint fits a run that resumes from it: its weights must have these shapes,
+    and its settings and its optimizer must be those of `record`."""
     mismatch = _first_mismatch(content.get("state_dict", {}), shapes)
     theirs, differences = content["attnzoo"], []
     for group in ("model", "attention", "task"):
         old, new = (found if isinstance(found := r.get(group), dict) else {group: found} for r in (theirs, record))
-        # where the shapes are the same a key that only one has may be an option that came later
+        # if the shapes are the same, a key that only one of them has may be an option of a later version
         keys = old | new if mismatch else [key for key in old if key in new and key not in CHANGEABLE]
         differences += [f"{group}.{key}={old.get(key)}, not {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
     old, new = theirs.get("optimizer"), record.get("optimizer")
-    if old and new and old != new:  # earlier checkpoints do not say
+    if old and new and old != new:  # earlier versions did not record it
         differences.append(f"optimizer._target_={old}, not {new}")
     if mismatch:
         raise UserError(f"the checkpoint does not fit this run: {mismatch}. It was trained with {'; '.join(differences) or 'other code'}")

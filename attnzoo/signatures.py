@@ -1,6 +1,7 @@
-"""Options against the signature of what takes them: an unknown one, or one of a wrong kind, is refused by its name before it is used.
+"""Checks of options against the signature of the class or function that takes them: an unknown option, or one of a wrong type, is refused
+with its name before it is used.
 
-No torch here. The types below are for annotations and for attnzoo.run.values; a library, pydantic, says what fits them.
+No torch here. The types below are for annotations and for attnzoo.run.values; pydantic decides which values fit them.
 """
 
 import contextlib
@@ -31,10 +32,10 @@ HYDRAS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 
 def check_options(where: str, target: Callable, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option `where.name` that `target` does not take, or that is not what its annotation says.
+    """Raises ValueError for an option `where.name` that `target` does not take, or that does not fit its annotation.
 
-    Looked at are the kinds that a configuration holds: numbers, texts, true and false, null, lists and mappings. What `target` hands on as
-    `**others` goes to the class that it derives from, or to the functions and classes in its attribute `options_of`.
+    Only types that a configuration holds are checked: numbers, strings, booleans, null, lists and mappings. If `target` takes `**others`,
+    these are checked against the class that it derives from, or against the functions and classes in its attribute `options_of`.
     """
     hints, taken = _hints(target), _taken(target)
     for name, value in options.items():
@@ -46,13 +47,13 @@ def check_options(where: str, target: Callable, options: Mapping[str, Any]) -> N
 
 
 def check_value(where: str, value: Any, hint: Any) -> None:
-    """Raises ValueError where a value of a configuration is not what a type says."""
+    """Raises ValueError if a value of a configuration does not fit a type."""
     if not fits(value, hint):
         raise ValueError(f"{where}={value!r}: must be {words(hint)}")
 
 
 def _functions(target: Callable) -> list[Callable]:
-    """The function itself and what it hands options on to, or the `__init__` of a class and of those that it derives from."""
+    """A function and those that it passes options on to; or the `__init__` of a class and of the classes that it derives from."""
     if inspect.isfunction(target):
         return [target, *(function for other in getattr(target, "options_of", ()) for function in _functions(other))]
     owners = target.__mro__ if isinstance(target, type) else ()
@@ -60,7 +61,7 @@ def _functions(target: Callable) -> list[Callable]:
 
 
 def _taken(target: Callable) -> set[str] | None:
-    """The names of its arguments, and where it hands on `**others` of the next one's; None where that has no end."""
+    """The names of all arguments that it takes, directly or passed on as `**others`; None if it takes any name."""
     if others := getattr(target, "options_of", ()):
         taken = [_taken(other) for other in others]
         return None if None in taken else _names(target).union(*taken)
@@ -77,7 +78,7 @@ def _names(function: Callable) -> set[str]:
 
 
 def _hints(target: Callable) -> dict[str, Any]:
-    """By argument; without those annotations that cannot be read, as names that are imported for type checkers only."""
+    """Annotations by argument, without those that cannot be evaluated, such as names that are imported for type checkers only."""
     hints = {}
     for function in reversed(_functions(target)):
         for name, hint in inspect.get_annotations(function).items():
@@ -87,19 +88,19 @@ def _hints(target: Callable) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a configuration is what a type says."""
+    """Whether a value of a configuration fits a type."""
     try:
         written = json.dumps(value)
     except TypeError:  # made by other code, not read from a configuration
         return True
-    if '"_target_"' in written:  # what it makes is not known yet
+    if '"_target_"' in written:  # the object that it describes is not built yet
         return True
     try:
-        # as JSON, where a list may be meant for a tuple, and strictly, so that "3" is no number and true is no 1
+        # as JSON, so that a list fits a tuple, and strictly, so that "3" does not fit a number and true does not fit 1
         _adapter(hint).validate_json(written)
     except ValidationError as error:
         return any(one["type"] in ("needs_python_object", "callable_type") for one in error.errors())  # made by other code
-    except PydanticUserError:  # not a type that values are read by, such as a Callable's
+    except PydanticUserError:  # pydantic cannot check this type, such as a Callable's
         return True
     return True
 
@@ -110,7 +111,7 @@ def _adapter(hint: Any) -> TypeAdapter:
 
 
 def words(hint: Any) -> str:
-    """What a value of this type is, such as "a whole number of at least 1 or null"."""
+    """A description of a type's values for messages, such as "a whole number of at least 1 or null"."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(dict.fromkeys(map(str, inner)))

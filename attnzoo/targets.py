@@ -1,4 +1,4 @@
-"""Classes that a description names by `_target_`: which of them may be called, because a checkpoint may be a stranger's."""
+"""Checks of the classes that a config names by `_target_`: only trusted ones may be called, because a checkpoint may be untrusted."""
 
 import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def targets(config: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """(its key, dotted; what it says) of every `_target_` in nested dictionaries and lists."""
+    """(dotted key, value) of every `_target_` in nested dictionaries and lists."""
     if isinstance(config, Mapping):
         if "_target_" in config:
             yield f"{where}._target_", config["_target_"]
@@ -18,9 +18,9 @@ def targets(config: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_targets(config: Any, trusted: Sequence[str], where: str, known: Collection[str] = ()) -> None:
-    """Refuses every `_target_` that neither is `known` nor lies inside the `trusted` modules; imports nothing.
+    """Raises ValueError for a `_target_` that is neither `known` nor inside one of the `trusted` modules. Imports nothing.
 
-    where: what the error calls the description. Raises ValueError.
+    where: the name of the config in the error.
     """
     for key, target in targets(config, where):
         if not isinstance(target, str) or (target not in known and not inside(target.rpartition(".")[0], trusted)):
@@ -34,7 +34,7 @@ def inside(module: str, trusted: Sequence[str]) -> bool:
 
 
 def resolve(target: str, trusted: Sequence[str], kind: type | None = None) -> Any:
-    """What a checked target names. It must be defined in a trusted module, not merely be reachable through one's imports.
+    """The object that a checked target names. It must be defined in a trusted module, not merely be imported there.
 
     kind: what it must be a subclass of; None takes functions too. Raises ValueError.
     """

@@ -1,4 +1,4 @@
-"""Trained models wherever they lie: run folders, checkpoints, folders of save_pretrained, Hugging Face's weights."""
+"""Reads trained models of all kinds: run folders, checkpoints, folders of save_pretrained, weights from Hugging Face."""
 
 import json
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ TASKS = {"GPT": "lm", "BERT": "mlm"}
 
 @dataclass(frozen=True)
 class Trained:
-    """where: the file, folder or name that was read. content: as a checkpoint's, of which `state_dict` and `attnzoo` are sure to be there;
-    its record's tokenizer is None where the weights came without one."""
+    """A trained model. where: the file, folder or name that was read. content: that of a checkpoint, with at least the keys `state_dict`
+    and `attnzoo`; the record's tokenizer is None if the weights came without one."""
 
     where: str
     kind: str  # checkpoint | exported | huggingface
@@ -33,10 +33,11 @@ class Trained:
 
 
 def read(given: str, *, key: str, prefer: str = "best") -> Trained:
-    """What `given`, the value of the option `key`, names.
+    """The trained model that `given`, the value of the option `key`, names.
 
-    A checkpoint file; a run folder (`prefer`: best or last, where it has both); a folder that save_pretrained wrote, ours or one of GPT-2,
-    BERT, FoX and Llama with its kin; a name of such weights on the Hugging Face hub. UserError for anything else, and for damaged files.
+    It may be a checkpoint file; a run folder (`prefer`: best or last, if it has both); a folder that save_pretrained wrote, ours or one of
+    GPT-2, BERT, FoX, Llama and models like it; or a name of such weights on the Hugging Face hub. Raises UserError for anything else, and
+    for damaged files.
     """
     path = Path(given).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
@@ -54,7 +55,7 @@ def read(given: str, *, key: str, prefer: str = "best") -> Trained:
 
 
 def _may_be_on_the_hub(path: Path, given: str) -> bool:
-    """Whether it has the form name or owner/name, and its owner is no folder here."""
+    """Whether `given` has the form name or owner/name, and there is no folder of the owner's name here."""
     if path.is_absolute() or given[:1] in ("~", ".") or path.suffix in (".ckpt", ".safetensors"):
         return False
     return len(path.parts) == 1 or (len(path.parts) == 2 and not path.parent.exists())
@@ -90,7 +91,7 @@ def _from_pretrained(source: str, key: str) -> Trained:
 
 
 def _tokenizer(source: str) -> dict | None:
-    """The record of the tokenizer that lies beside the weights."""
+    """The record of the tokenizer that was saved with the weights; None if there is none."""
     from attnzoo.data import tokenizers
     from attnzoo.hub.configs import TOKENIZER_RECORD
 

@@ -144,7 +144,7 @@ def test_half_a_file_is_refused(trained, tmp_path):
 def test_wrong_paths_say_what_is_there(trained, tmp_path):
     with pytest.raises(UserError, match="last.ckpt"):
         checkpoint.load(trained.with_name("first.ckpt"))
-    with pytest.raises(UserError, match="is a folder; say ckpt_path=.*checkpoints/best.ckpt"):
+    with pytest.raises(UserError, match="is a folder; set ckpt_path=.*checkpoints/best.ckpt"):
         checkpoint.load(trained.parent.parent)
     with pytest.raises(UserError, match="no such folder"):
         checkpoint.load(tmp_path / "a" / "b.ckpt")
