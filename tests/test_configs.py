@@ -135,7 +135,7 @@ def test_an_attention_that_a_model_cannot_build_is_refused_in_one_line(tmp_path,
     with pytest.raises(SystemExit), one_line_errors():
         runner.train(compose_tiny(tmp_path, override))
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "must say _target_, the layer's class, and `_partial_: true`" in line
+    assert "must have `_target_`, the layer's class, and `_partial_: true`" in line
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py", "generate.py", "attnzoo/show.py"])

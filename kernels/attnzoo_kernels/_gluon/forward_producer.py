@@ -74,8 +74,8 @@ def _start_tile(tile, taken, program, config):
 
 @gluon.jit
 def start_at(index, before, program, config):
-    """Finds the next tile from `index` on, publishes it and loads its queries. Returns the tile. before: how many tiles this program took
-    before it, minus one."""
+    """Finds the next tile from `index` on, publishes it and loads its queries. Returns the tile. before: the number of this program's last
+    tile, counted from 0; -1 if there was none."""
     tile = config.NEXT_TILE(index, program, config)
     _start_tile(tile, before + 1, program, config)
     return tile
@@ -91,7 +91,7 @@ def stop(index, taken, program):
 @gluon.jit
 def load_piece(tile, keys, begin, end, step, taken, program, config, NEXT: gl.constexpr = None, at=None):
     """Loads a piece of a tile's keys and values: the tiles of keys end - 1 down to begin. Before the last values of the tile's last piece
-    it starts the next tile of queries. Returns (tile, next step, number of tiles taken, where the next piece is).
+    it starts the next tile of queries. Returns (tile, next step, the tile's number, where the next piece is).
 
     NEXT(at, program, config): where the next piece of this tile of queries is, below 0 if this is the last one. None: this is the last one.
     """

@@ -181,7 +181,7 @@ def load_tile(desc, tiles, full, slot, batch, head, row):
 
 @gluon.jit
 def release(bar):
-    """Arrives at an mbarrier with one thread, without the barrier of the warp group that mbarrier.arrive has (fault 13).
+    """Arrives at an mbarrier with one thread, without the barriers of the warp group that mbarrier.arrive adds (fault 13).
 
     It is only for tiles that no thread loads: after the wait for the matrix instructions that read them, or after a barrier of the caller.
     """
