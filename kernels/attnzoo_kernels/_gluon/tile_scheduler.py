@@ -65,11 +65,11 @@ def next_index(problem):
 
 
 @gluon.jit
-def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY_LAST: gl.constexpr):
+def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, LAST_FIRST: gl.constexpr):
     """(sequence, head, tile) of the index-th tile. The tiles of one head follow each other.
 
-    HEAVY_LAST: the last tiles of a sequence have the most work, as under a causal mask. Dense tiles then run from the last to the first, so
-    that short ones come at the end, and those of `head_group` heads are interleaved, whose keys stay in L2 together.
+    LAST_FIRST: dense tiles run from the last to the first, and those of `head_group` heads, whose keys share L2, are interleaved.
+    Under a causal mask the last tiles have the most work, so that short ones come at the end.
     """
     n_seqs, seqlen, heads, head_group = problem.n_seqs, problem.seqlen_q, problem.heads, problem.head_group
     if PACKED:
@@ -80,14 +80,14 @@ def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY
         tile = slot - (gl.load(problem.cu_seqlens_q + sequence) // BLOCK + sequence)
     else:
         tiles = (seqlen + BLOCK - 1) // BLOCK
-        if HEAVY_LAST:
-            row, tile = by_groups(index, tiles, n_seqs * heads, head_group, False)
+        if LAST_FIRST:
+            owner, tile = by_groups(index, tiles, n_seqs * heads, head_group, False)
             tile = tiles - 1 - tile
         else:
-            row = index // tiles
+            owner = index // tiles  # the head, counted over the heads of all sequences
             tile = index % tiles
-        sequence = row // heads
-        head = row % heads
+        sequence = owner // heads
+        head = owner % heads
     return sequence, head, tile
 
 
