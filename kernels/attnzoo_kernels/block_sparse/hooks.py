@@ -59,7 +59,7 @@ def listed_tile(order, cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqle
 
 @triton.jit
 def find_list(lists, sequence, head, tile):
-    """(number of a tile's list, position of its first entry). A tile past the layout sees nothing; it gets a valid list all the same."""
+    """(number of a tile's list, position of its first entry). A tile past the layout sees nothing, but gets the number of a valid list."""
     number = tl.minimum(sequence, lists.n_seqs - 1) * lists.stride_batch + head * lists.stride_head + tl.minimum(tile, lists.tiles - 1)
     return number, number.to(tl.int64) * lists.width
 
@@ -123,7 +123,7 @@ def _blocks_kept(bits, m, n, BLOCK_N: tl.constexpr, PART_Q: tl.constexpr, PART_K
 
 @triton.jit
 def seen(x, own, i, j, position):
-    """MASK of forward and dQ."""
+    """MASK of forward and dQ: the window, and in partly kept tiles the kept blocks."""
     kept = keys_seen(i, j, x.place.length, x.place.other_length, own.window)
     if own.PART_Q < x.shape.BLOCK_M or own.PART_K < x.shape.BLOCK_N:
         m = tl.arange(0, x.shape.BLOCK_M)[:, None]
@@ -134,7 +134,7 @@ def seen(x, own, i, j, position):
 
 @triton.jit
 def seen_transposed(x, own, i, j, position):
-    """MASK of dK/dV."""
+    """MASK of dK/dV: like `seen`, transposed."""
     kept = queries_seeing(i, j, x.place.other_length, x.place.length, own.window)
     if own.PART_Q < x.shape.BLOCK_M or own.PART_K < x.shape.BLOCK_N:
         m = tl.arange(0, x.shape.BLOCK_M)[None, :]

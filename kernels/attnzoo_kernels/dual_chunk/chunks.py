@@ -1,9 +1,9 @@
 """Tiles that end at chunk seams, and the five relations between chunks that the mainloop goes through.
 
-A relation says where the key's chunk lies: 0 two or more chunks before the query's, 1 the one before, 2 the same, 3 the one after, 4 two or
-more after (3 and 4 only if not causal). In relation r they are |r - 2| chunks apart (2 stands for more, too). The later one of query and
-key takes that relation's rotary position, which is copy |r - 2| of the rotated copies. The other one takes its place in its chunk, which is
-copy 0.
+A relation says where the key's chunk lies, as seen from the query's: 0 two or more chunks before, 1 the chunk before, 2 the same chunk, 3
+the chunk after, 4 two or more chunks after (3 and 4 only if not causal). In relation r they are |r - 2| chunks apart, where 2 also stands
+for more. The one of query and key that comes later takes the rotary position of that distance, which is copy |r - 2| of the rotated copies.
+The other one takes its position within its chunk, which is copy 0.
 """
 
 import triton
@@ -79,14 +79,17 @@ def relation_range(relation, index, chunk, low, high):
 
 @triton.jit
 def chunks_apart(relation):
+    """How many chunks query and key are apart: 0 in the same chunk, 1, or 2 for two or more."""
     return tl.abs(relation - 2)
 
 
 @triton.jit
 def query_copy(relation):
+    """Which rotated copy of the queries a relation reads."""
     return tl.maximum(2 - relation, 0)
 
 
 @triton.jit
 def key_copy(relation):
+    """Which rotated copy of the keys a relation reads."""
     return tl.maximum(relation - 2, 0)

@@ -30,7 +30,7 @@ class Chunked(NamedTuple):
     INTERLEAVED: Any = None
     HAS_MULTIPLIER: Any = None
     rotation: Any = None  # Rotation, whose stride of one query is the constant 1
-    END: Any = True  # fault 18
+    END: Any = True  # a struct of structs must end with a constant (fault 18)
 
 
 class Relation(NamedTuple):

@@ -15,8 +15,9 @@ from attnzoo_kernels.nsa import ops
 
 
 class Fold(NamedTuple):
-    """bounds: cu_seqlens of the compressed keys. cu_seqlens_q: int32 (sequences + 1,), cu_seqlens of the units. place: int32 (total_q,),
-    each query's place in (units, stride). source: int32 (units * stride,), the query at each place, or -1."""
+    """Where queries are in units, which have `stride` places each. bounds: cu_seqlens of the compressed keys. cu_seqlens_q: int32
+    (sequences + 1,), cu_seqlens of the units. place: int32 (total_q,), each query's index in (units, stride), flattened. source: int32
+    (units * stride,), the query at each place, or -1."""
 
     stride: int
     bounds: Tensor

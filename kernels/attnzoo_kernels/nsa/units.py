@@ -1,4 +1,5 @@
-"""The kernels of fold.py: places of queries in units, and what goes there and back."""
+"""The kernels of fold.py, which says what a unit is. A query's place is unit * stride + its number in the unit. A folded tensor has a row
+for each place, (units, kv_heads * stride * group, width); others have a row for each query, (total_q, heads, width)."""
 
 import torch
 import triton
@@ -15,13 +16,14 @@ HEADS = ["total_q", "kv_heads", "group", "stride"]
 
 @triton.jit
 def _floor(x, divisor):
+    """x // divisor, rounded down for negative x too."""
     quotient = x // divisor
     return tl.where(quotient * divisor > x, quotient - 1, quotient)
 
 
 @triton.jit(do_not_specialize=["sequences", "size", "stride"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequences, size, stride, SEQUENCES: tl.constexpr):
-    """One program: where each sequence's compressed keys begin, and its units."""
+    """Stores cu_seqlens of the compressed keys (bounds) and of the units. It has one program."""
     keys, units = 0, 0
     for at in range(0, sequences, SEQUENCES):
         sequence = at + tl.arange(0, SEQUENCES)
@@ -37,7 +39,7 @@ def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequenc
 
 @triton.jit
 def _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside):
-    """Of each sequence the first query, the one behind the last, and what to add to a query for its place."""
+    """(first query, query behind the last, place minus query) of each of the sequences `of`."""
     start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
     position = (stop_k - start_k) - (stop_q - start_q) + 1
     place = position - _floor(position, stride) * stride + tl.load(units_ptr + of, mask=inside, other=0) * stride
@@ -48,8 +50,8 @@ def _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside):
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def nsa_places_kernel(cu_seqlens_q, cu_seqlens_k, units_ptr, place_ptr, source_ptr, sequences, steps, stride, total_q, room,
                       BLOCK: tl.constexpr):
-    """Each query's place, and each place's query or -1; a program handles BLOCK of both. Queries after the last sequence follow its
-    units."""
+    """Stores each query's place, and each place's query (-1 if it has none). A program handles BLOCK of both. Queries after the last
+    sequence have places behind its units."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = tl.load(cu_seqlens_q + sequences)
     behind = tl.load(units_ptr + sequences) * stride - end
@@ -70,7 +72,7 @@ def nsa_places_kernel(cu_seqlens_q, cu_seqlens_k, units_ptr, place_ptr, source_p
 
 @triton.jit
 def _rows(total_q, kv_heads, group, BLOCK_ROWS: tl.constexpr):
-    """(query, head) pairs of a program: as one number, which there are, and both."""
+    """A program's pairs (query, head), each [BLOCK_ROWS]: (query * heads + head, whether there is such a pair, query, head)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     heads = kv_heads * group
     return row, row < total_q.to(tl.int64) * heads, row // heads, row % heads
@@ -78,6 +80,7 @@ def _rows(total_q, kv_heads, group, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _folded_row(place_ptr, query, head, inside, kv_heads, group, stride):
+    """The row of a query and head in a folded tensor, seen as (units * kv_heads * stride * group, width)."""
     place = tl.load(place_ptr + query, mask=inside, other=0).to(tl.int64)
     return (((place // stride) * kv_heads + head // group) * stride + place % stride) * group + head % group
 
@@ -86,7 +89,7 @@ def _folded_row(place_ptr, query, head, inside, kv_heads, group, stride):
             do_not_specialize_on_alignment=["gates_ptr"])
 def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_head, stride_gate, stride_gate_head, rows, kv_heads, group,
                     stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, GATED: tl.constexpr):
-    """Copies each query's row to its place; places without a query get zeros. GATED: times the query's and head's first gate."""
+    """Folds x: copies each query's row to its place; places without a query get zeros. GATED: times the first gate of query and head."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < rows
     place = row // (kv_heads * stride * group) * stride + row // group % stride
@@ -105,6 +108,7 @@ def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_he
 @triton.jit(do_not_specialize=HEADS)
 def nsa_unfold_kernel(x_ptr, place_ptr, out_ptr, total_q, kv_heads, group, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                       BLOCK_ROWS: tl.constexpr):
+    """The inverse of nsa_fold_kernel, without gates."""
     row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
     folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
     store_tile(out_ptr, row, inside, load_tile(x_ptr, folded, inside, WIDTH, BLOCK_WIDTH), WIDTH, BLOCK_WIDTH)
@@ -125,6 +129,7 @@ def nsa_unfold_lse_kernel(lse_ptr, place_ptr, out_ptr, total_q, kv_heads, group,
 
 @triton.jit
 def _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch):
+    """The gates of the compressed, the selected and the window branch, each [BLOCK_ROWS, 1]."""
     at = gates_ptr + query * stride_gate + head * stride_gate_head
     compressed = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     selected = tl.load(at + stride_branch, mask=inside, other=0.0).to(tl.float32)
@@ -166,7 +171,7 @@ def nsa_combine_bwd_kernel(dout_ptr, compressed_ptr, selected_ptr, near_ptr, gat
 
 
 def launch_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, size: int, stride: int) -> tuple[Tensor, ...]:
-    """cu_seqlens of the compressed keys and of units, place (total_q,) and source (places,)."""
+    """(cu_seqlens of the compressed keys, cu_seqlens of the units, place (total_q,), source (places,)), see Fold."""
     cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     sequences = cu_seqlens_q.shape[0] - 1
     room = (total_q // stride + 2 * sequences + 1) * stride
@@ -200,7 +205,7 @@ def launch_fold(x: Tensor, gates: Tensor | None, source: Tensor, kv_heads: int, 
 
 
 def launch_unfold(x: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tensor:
-    """The way back: (total_q, heads, width)."""
+    """The inverse of launch_fold, without gates: (total_q, heads, width)."""
     heads, width = x.shape[1] // stride, x.shape[2]
     out = x.new_empty(place.shape[0], heads, width)
     _launch(nsa_unfold_kernel, (x, place, out), (place.shape[0], kv_heads, heads // kv_heads, stride), place.shape[0] * heads, width)

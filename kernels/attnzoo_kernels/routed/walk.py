@@ -1,9 +1,10 @@
-"""The chosen blocks in 16 bits: programs that go over the query rows of one block and gather them by the order of pairs. Beside dK and dV,
-only the parts of the output and of dQ are written; parts.py merges them and adds them up.
+"""The chosen blocks in 16 bits: a program has one block of keys and goes over the queries that chose it, which it gathers. The forward
+writes a part of the output for each query and chosen block, and the backward a part of dQ; parts.py merges the former and adds up the
+latter.
 
-A part row is a pair's position times `rows`, plus the head among the `rows` heads that choose together. An own row is a token times the
-number of heads, plus the head. Each CHUNK part rows of a block have a program. What the programs of a block give for dK and dV is added up
-in their order, so that it repeats bit by bit.
+Parts lie in the order of `routes.Routes`: a part row is a pair's position times `rows`, plus the head among the `rows` heads that choose
+together. An own row is a token times the number of heads, plus the head. A block has a program for each CHUNK of its part rows. The shares
+of these programs in dK and dV are added up in a fixed order, so that they repeat bit by bit.
 """
 
 from dataclasses import dataclass
@@ -40,8 +41,8 @@ def forward_tile(arch: int) -> Tile:
 
 
 def backward_tile(arch: int, large: bool, wide: bool) -> Tile:
-    """large: blocks of more than 64 keys. wide: keys or values of more than 64. Hopper's were measured on an H200, but for those that are
-    large and not wide; the others are the largest that compile without spills for sm_80 and fit 99 KB of shared memory."""
+    """large: blocks of more than 64 keys. wide: keys or values of more than 64 columns. Hopper's entries were measured on an H200, except
+    for large blocks that are not wide. The others are the largest that compile without spills for sm_80 and fit 99 KB of shared memory."""
     if arch == 0:
         return INTERPRETER
     if hopper_like(arch):
@@ -60,8 +61,8 @@ def takes(q: Tensor, v: Tensor, block_size: int) -> bool:
 
 @triton.jit
 def _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK: tl.constexpr):
-    """Of the block that this program belongs to: (this program's first part row, their number, first key, number of keys, key head). Block
-    `none` has the pairs that stand for no block, and no keys."""
+    """(this program's first part row, how many it has, its block's first key, how many keys that has, key head). Block `none` has the pairs
+    that stand for no block, and no keys."""
     number, chunk, first, length, key, keys = find_tile(cu_seqlens_q, cu_seqlens_k, tl.program_id(0), none, total, CHUNK)
     head = number // count
     return first + chunk * CHUNK, tl.minimum(length - chunk * CHUNK, CHUNK), key - head * total_k, keys, head
