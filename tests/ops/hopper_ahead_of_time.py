@@ -11,7 +11,8 @@ import re
 
 import torch
 import triton
-from ahead_of_time import Driver, resources
+from ahead_of_time import Driver, listing, resources
+from machine_code import unset_descriptors
 from triton.backends.nvidia.compiler import CUDABackend
 
 BOUNDS = ((-1, -1), (-1, 0), (-1, 3), (64, 0))  # full, causal, causal with the diagonal off the steps, window
@@ -44,14 +45,15 @@ def compile_only() -> None:
 
 
 def report(kernel, **case) -> None:
-    """Prints a JSON line of a compiled kernel. Its complaints are the matrix instructions that the assembler had to serialise, and the
-    barriers whose place is not theirs alone.
+    """Prints a JSON line of a compiled kernel. Its complaints are the matrix instructions that the assembler had to serialise, the barriers
+    whose place is not theirs alone, and the descriptors that are made of registers which were not set for them.
     """
     registers, stack = resources(kernel.asm["cubin"])
     assert "Used" in kernel.metadata.ptxas_log
     serialised = [line for line in kernel.metadata.ptxas_log.splitlines() if re.search("C751[02345]", line)]
+    unset = unset_descriptors(listing(kernel.asm["cubin"], "nvdisasm", "-c").splitlines())
     print(json.dumps({"kernel": kernel.metadata.name, **case, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                      "complaints": serialised + shared_with_barriers(kernel.asm["ptx"])}), flush=True)
+                      "complaints": serialised + shared_with_barriers(kernel.asm["ptx"]) + unset}), flush=True)
 
 
 def main() -> None:
