@@ -346,8 +346,8 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
     FIRST(span): whether that tile needs a mask.
     ENDS(end, step, span, program, config): for each segment the step after its last one.
     PLACE(s, stop, (n, first, span)): attend_step's `where` for step s of the n-th segment, whose steps in the loop are first .. stop.
-    FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks, except for the
-    first step of each segment (fault 22). May be left out.
+    FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks. It leaves at least
+    one step of each segment to the loop with masks (fault 22). May be left out.
     """
     bars, tiles = program.bars, program.tiles
     at = await_queries(q_step, ME, program, config)
@@ -367,7 +367,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
             at = await_queries(q_step, ME, program, config)
         free = stop
         if FREE is not None:
-            free = gl.minimum(gl.maximum(FREE(n, stop, span), step + 1), stop)
+            free = gl.minimum(gl.maximum(FREE(n, stop, span), step), stop)
         p, acc, row_max, row_sum = attend_steps(tiles.q.index(at), p, acc, row_max, row_sum, step, free, stop, last_step, PLACE,
                                                 (n, step, span), FREE is not None, False, True, None, scale, program, config)
         step = gl.maximum(step, stop)

@@ -39,7 +39,7 @@ def own_keys(tensors, numbers, scale, config):
 
 
 class Far(NamedTuple):
-    """A consumer's far keys, counted in tiles. Tiles from full_end on need a mask."""
+    """A consumer's far keys, counted in tiles. Tiles from full_end on get a mask, the last one in any case (fault 22)."""
 
     full_end: Any
     end: Any
@@ -107,7 +107,8 @@ def span(tile, ME: gl.constexpr, taken, program, config):
     end = gl.where(row < len_q, gl.minimum(gl.maximum(end, begin + 1), loaded_end), loaded_end)
     _, far_end = far_tiles(tile.row, BLOCK_M, len_q, len_k, program.own, config.BLOCK_N)
     far_full_end, _ = far_tiles(row, ROWS, len_q, len_k, program.own, config.BLOCK_N)
-    return Span(row, len_q, len_k, begin, loaded_end, begin, full_begin, full_end, end, Far(far_full_end, far_end))
+    return Span(row, len_q, len_k, begin, loaded_end, begin, full_begin, full_end, end,
+                Far(gl.minimum(far_full_end, far_end - 1), far_end))
 
 
 @gluon.jit
