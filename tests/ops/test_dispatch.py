@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from paths import PATHS
 
 from attnzoo_kernels import (
     block_sparse_attention,
@@ -80,6 +81,21 @@ def test_every_operator_writes_down_what_it_took(operator, impl, device):
     if backward:
         out.sum().backward()
     assert dispatch.implementations_taken() == {f"{operator} {d}": [impl] for d in (("backward",) if backward else ()) + ("forward",)}
+
+
+@pytest.mark.parametrize("impl", PATHS)
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "msa", "nsa"))
+def test_torch_s_default_device_changes_nothing(operator, impl, device):
+    if impl == "cpu" and operator in ("decode", "latent_decode", "quantize_fp8", "bias_gelu", "padding"):
+        pytest.skip("it has no path for CPUs")
+    run, q = function(operator, device, impl)
+    results = []
+    for default in (device, "meta"):
+        with torch.device(default):
+            leaf = q.detach().requires_grad_(operator not in ("decode", "latent_decode", "quantize_fp8"))
+            out = run(leaf)
+            results.append([out, *torch.autograd.grad(out.sum(), leaf)] if leaf.requires_grad else [out.float()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -153,6 +153,12 @@ def test_rows_longer_than_a_block():
     assert torch.equal(*positions)
 
 
+def test_lengths_are_read_on_the_host_whatever_torch_s_default_device_is():
+    with torch.device("meta"):
+        packing = padding.token_indices_from_lengths([1, 2], 3)
+    assert packing.indices.tolist() == [0, 3, 4] and packing.cu_seqlens.tolist() == [0, 1, 3]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CORRECTNESS, ids=str)
 def test_remove_and_restore_are_exact(case, impl, poisoned):

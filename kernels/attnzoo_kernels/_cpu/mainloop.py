@@ -19,7 +19,7 @@ from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels._cpu import by_hand, fused
 from attnzoo_kernels._cpu.gates import Gates
 from attnzoo_kernels._cpu.part import Inputs, Rule
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, numbers_of
 from attnzoo_kernels.dropout import keep_mask
 
 FEW = 64  # up to so many keys (for gradients: or queries) float32 is computed in float64; there each rounding beyond eager's is visible
@@ -163,7 +163,7 @@ class _Problem:
     def entries(self, rows: slice, keys: slice) -> Tensor:
         """The table's entries for a tile's diagonals, from that of the first row and last key to that of the last row and first key."""
         first = self.call.numbers[0] + self.call.diagonal
-        return torch.arange(first + rows.start - keys.stop + 1, first + rows.stop - keys.start).clamp(0, self.table.shape[1] - 1)
+        return numbers_of(slice(first + rows.start - keys.stop + 1, first + rows.stop - keys.start)).clamp(0, self.table.shape[1] - 1)
 
     def _gates(self, rows: slice, keys: slice | Tensor, heads: slice) -> tuple[Tensor, Tensor] | None:
         return None if self.call.gates is None else self.call.gates.of(self.positions(rows), keys, heads)
@@ -177,13 +177,13 @@ class _Problem:
     def _bias(self, rows: slice, part: Part) -> Tensor | None:
         bias, dtype = None, torch.promote_types(self.dtype, torch.float32)
         if self.alibi_slopes is not None:
-            distance = torch.arange(rows.start, rows.stop)[:, None] + self.call.diagonal - torch.arange(part.keys.start, part.keys.stop)
+            distance = numbers_of(rows)[:, None] + self.call.diagonal - numbers_of(part.keys)
             bias = -self.alibi_slopes[:, :, None, None].to(dtype) * distance.abs()
         if self.table is not None:
             bias = self.table[:, self.entries(rows, part.keys)].to(dtype).unfold(1, part.keys.stop - part.keys.start, 1).flip(-1)
         if part.seen is None:
             return bias
-        bias = torch.zeros(part.seen.shape, dtype=dtype) if bias is None else bias
+        bias = torch.zeros(part.seen.shape, dtype=dtype, device="cpu") if bias is None else bias
         return bias.masked_fill(~part.seen, -torch.inf)
 
 

@@ -61,6 +61,11 @@ class Tile(NamedTuple):
     heads: slice = slice(None)
 
 
+def numbers_of(span: slice) -> Tensor:
+    """The numbers of a slice, on a CPU, whatever torch.set_default_device says."""
+    return torch.arange(span.start, span.stop, device="cpu")
+
+
 def row_tiles(first: int, end: int, rows: int = ROWS) -> Iterator[slice]:
     for start in range(first, end, rows):
         yield slice(start, min(start + rows, end))
@@ -83,7 +88,7 @@ def window_span(rows: slice, call: Call) -> slice:
 def in_window(rows: slice, keys: Tensor, call: Call) -> Tensor:
     """Which of the keys, given by their positions, each of the rows sees: bool (rows, keys)."""
     left, right = call.window
-    distance = keys - (torch.arange(rows.start, rows.stop) + call.diagonal)[:, None]
+    distance = keys - (numbers_of(rows) + call.diagonal)[:, None]
     seen = distance <= (call.len_k + call.len_q if right < 0 else right)
     return seen if left < 0 else seen & (distance >= -left)
 
@@ -94,4 +99,4 @@ def in_window_of(rows: slice, keys: slice, call: Call) -> Tensor | None:
     before, behind = rows.stop - 1 + call.diagonal - keys.start, keys.stop - 1 - rows.start - call.diagonal
     if (left < 0 or before <= left) and (right < 0 or behind <= right):
         return None
-    return in_window(rows, torch.arange(keys.start, keys.stop), call)
+    return in_window(rows, numbers_of(keys), call)

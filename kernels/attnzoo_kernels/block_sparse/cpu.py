@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, row_tiles, window_span
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, numbers_of, row_tiles, window_span
 from attnzoo_kernels.dispatch import without_autocast
 
 ROWS = 64  # queries that share their keys, at least
@@ -19,10 +19,10 @@ def _tiles(call: Call) -> Iterator[Tile]:
         for rows in row_tiles(0, call.len_q, max(block_q, ROWS)):
             span = window_span(rows, call)
             kept = layout[rows.start // block_q : -(-rows.stop // block_q)].any(0)
-            keys = torch.arange(span.start, span.stop)
+            keys = numbers_of(span)
             keys = keys[kept[keys // block_k]]
             if keys.numel():
-                seen = in_window(rows, keys, call) & layout[torch.arange(rows.start, rows.stop)[:, None] // block_q, keys // block_k]
+                seen = in_window(rows, keys, call) & layout[numbers_of(rows)[:, None] // block_q, keys // block_k]
                 yield Tile(rows, [Part(_slice_if_one(keys), None if seen.all() else seen)], heads)
 
 

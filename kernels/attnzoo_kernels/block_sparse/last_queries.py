@@ -46,7 +46,7 @@ def attend(call: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: 
 
 def _check(queries: Tensor, keys: Tensor, first: int) -> None:
     """Checks lengths by sequence."""
-    other = torch.arange(len(queries)) != first
+    other = torch.arange(len(queries), device=queries.device) != first
     if (wrong := (queries > keys) | other & (queries > 0) & (queries < keys)).any():
         at = int(wrong.nonzero()[0, 0])
         raise ValueError(f"cu_seqlens_q: of a Pattern's packed sequences the first one that has queries may have fewer than keys, and no "

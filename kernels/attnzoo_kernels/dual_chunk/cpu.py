@@ -53,7 +53,7 @@ def dual_chunk_attention_cpu(q, k, v, *, cos, sin, geometry, stages, causal, rop
             logit_multiplier = logit_multiplier.masked_fill(behind_last(cu_seqlens_q, len(logit_multiplier)), 0)
         q = q * logit_multiplier[..., None, None]
     if cu_seqlens_q is None:
-        i, j = torch.arange(q.shape[1]) + (k.shape[1] - q.shape[1]), torch.arange(k.shape[1])
+        i, j = (torch.arange(k.shape[1] - x.shape[1], k.shape[1], device="cpu") for x in (q, k))
     else:
         i, j = token_positions(cu_seqlens_q, q.shape[0], cu_seqlens_k), token_positions(cu_seqlens_k, k.shape[0])
     queries, keys = ([rotate(x, cos[p], sin[p], rope_interleaved) for p in stage_positions(position, geometry)]

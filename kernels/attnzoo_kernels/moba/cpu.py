@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
-from attnzoo_kernels._cpu.tiles import row_tiles
+from attnzoo_kernels._cpu.tiles import numbers_of, row_tiles
 from attnzoo_kernels.routed.cpu import best_blocks, sequences
 
 ROWS = 512
@@ -27,11 +27,11 @@ def _choose(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, bl
         else:
             own_means = means[starts[sequence] :]
         for rows in row_tiles(0, len(queries), ROWS):
-            own = (torch.arange(rows.start, rows.stop) + len(keys) - len(queries)).div(block_size, rounding_mode="floor")
+            own = (numbers_of(rows) + len(keys) - len(queries)).div(block_size, rounding_mode="floor")
             earlier = max(own[-1].item(), 0)
             grouped = queries[rows].to(wide).unflatten(1, (k.shape[1], -1))
             scores = torch.einsum("ikgd,nkd->ikgn", grouped, own_means[:earlier]).flatten(1, 2)
-            scores = scores.masked_fill((torch.arange(earlier) >= own[:, None])[:, None] | scores.isnan(), -torch.inf)
+            scores = scores.masked_fill((torch.arange(earlier, device="cpu") >= own[:, None])[:, None] | scores.isnan(), -torch.inf)
             own_chosen[rows] = best_blocks(scores, slots)
     return chosen
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
-from attnzoo_kernels._cpu.tiles import row_tiles
+from attnzoo_kernels._cpu.tiles import numbers_of, row_tiles
 from attnzoo_kernels.routed.cpu import best_blocks, sequences
 
 ROWS = 128  # queries whose scores are in memory at once
@@ -21,10 +21,10 @@ def _choose(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, bl
     for queries, keys, own_chosen in zip(*by_sequence, strict=True):
         keys = keys.squeeze(1).to(wide)
         for rows in row_tiles(0, len(queries), ROWS):
-            own = (torch.arange(rows.start, rows.stop) + len(keys) - len(queries)).div(block_size, rounding_mode="floor")
+            own = (numbers_of(rows) + len(keys) - len(queries)).div(block_size, rounding_mode="floor")
             earlier = max(own[-1].item(), 0)
             scores = (queries[rows].to(wide) @ keys[: earlier * block_size].mT).unflatten(-1, (earlier, block_size)).amax(-1)
-            scores = scores.masked_fill((torch.arange(earlier) >= own[:, None])[:, None] | scores.isnan(), -torch.inf)
+            scores = scores.masked_fill((torch.arange(earlier, device="cpu") >= own[:, None])[:, None] | scores.isnan(), -torch.inf)
             own_chosen[rows] = best_blocks(scores, slots)
     return chosen
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, row_tiles
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, numbers_of, row_tiles
 from attnzoo_kernels.differential.reference import softmax_over_seen
 from attnzoo_kernels.nsa.bounds import seen_by
 from attnzoo_kernels.nsa.reference import block_scores
@@ -23,7 +23,7 @@ def _tiles(call: Call) -> Iterator[Tile]:
         own = counts[rows]
         fewest, most = own[0].item(), own[-1].item()
         if most:
-            yield Tile(rows, [Part(slice(0, most), None if fewest == most else torch.arange(most) < own[:, None])])
+            yield Tile(rows, [Part(slice(0, most), None if fewest == most else torch.arange(most, device="cpu") < own[:, None])])
 
 
 _attend = operator("nsa_compressed", "nsa_attention", _tiles)
@@ -45,7 +45,7 @@ def _count(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, size: int, 
     """How many compressed keys each query sees, int32 (total_q, 1, 1)."""
     counts = cu_seqlens_q.new_zeros(total_q)
     for own, len_k in zip(sequences(counts, cu_seqlens_q), cu_seqlens_k.diff().tolist(), strict=True):
-        own.copy_(seen_by(torch.arange(len_k - len(own), len_k), size, stride))
+        own.copy_(seen_by(torch.arange(len_k - len(own), len_k, device="cpu"), size, stride))
     return counts.view(-1, 1, 1)
 
 
@@ -64,10 +64,10 @@ def _choose(
     wide = torch.promote_types(q.dtype, torch.float32)
     by_sequence = zip(*(sequences(*x) for x in ((q, cu_seqlens_q), (k_cmp, cu_seqlens_c), (chosen, cu_seqlens_q))), strict=True)
     for (queries, keys, own_chosen), len_k in zip(by_sequence, cu_seqlens_k.diff().tolist(), strict=True):
-        last_token = torch.arange(len(keys)) * compress_stride + compress_size - 1
+        last_token = torch.arange(len(keys), device="cpu") * compress_stride + compress_size - 1
         keys = keys.to(wide).transpose(0, 1).repeat_interleave(q.shape[1] // kv_heads, dim=0)
         for rows in row_tiles(0, len(queries), ROWS):
-            position = torch.arange(rows.start, rows.stop) + len_k - len(queries)
+            position = numbers_of(rows) + len_k - len(queries)
             own = position.div(block_size, rounding_mode="floor")
             seen = last_token <= position[:, None]
             count = int(seen[-1].sum())

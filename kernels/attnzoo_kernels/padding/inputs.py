@@ -78,7 +78,7 @@ def host_lengths(value: Sequence[int], seqlen: int) -> list[int]:
 def to_device(value: list[int], device: torch.device | str | None) -> Tensor:
     """The values as int32 (batch,) on a device. For a GPU they are copied from pinned memory, so that the host does not wait."""
     device = torch.device(device or "cpu")
-    tensor = torch.tensor(value, dtype=torch.int32, pin_memory=device.type == "cuda")
+    tensor = torch.tensor(value, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, causal_parts, row_tiles
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, causal_parts, numbers_of, row_tiles
 from attnzoo_kernels.dispatch import without_autocast
 
 ROWS = 64  # queries whose own blocks are read at once, at least
@@ -37,7 +37,7 @@ def _own_tiles(call: Call, size: int) -> Iterator[Tile]:
         if rows.start + call.diagonal == position and together == size:
             yield Tile(rows, causal_parts(position, keys))
         else:
-            places, j = _places(call, rows)[:, None], torch.arange(keys.start, keys.stop)
+            places, j = _places(call, rows)[:, None], numbers_of(keys)
             yield Tile(rows, [Part(keys, (j // size == places // size) & (j <= places))])
 
 
@@ -47,8 +47,9 @@ def _chosen_tiles(call: Call, size: int) -> Iterator[Tile]:
     own = _places(call, slice(0, call.len_q)).div(size, rounding_mode="floor")
     blocks = call.blocks.permute(1, 0, 2)
     there = (blocks >= 0) & (blocks < own[:, None])
-    chosen = torch.where(there, blocks + torch.arange(choosers, dtype=torch.int32)[:, None, None] * count, choosers * count).flatten()
-    query = torch.arange(call.len_q).repeat_interleave(blocks.shape[2]).repeat(choosers)[chosen.argsort(stable=True)]
+    first = torch.arange(choosers, dtype=torch.int32, device="cpu")[:, None, None] * count
+    chosen = torch.where(there, blocks + first, choosers * count).flatten()
+    query = torch.arange(call.len_q, device="cpu").repeat_interleave(blocks.shape[2]).repeat(choosers)[chosen.argsort(stable=True)]
     ends = torch.bincount(chosen, minlength=choosers * count + 1).cumsum(0).tolist()
     group = call.heads // choosers
     for number, rows in enumerate(query[: ends[-2]].tensor_split(ends[:-2])):
@@ -59,23 +60,23 @@ def _chosen_tiles(call: Call, size: int) -> Iterator[Tile]:
 
 def _masked_tiles(call: Call, size: int) -> Iterator[Tile]:
     """All keys before a tile's queries, of which those in no block of theirs are hidden."""
-    block = torch.arange(call.len_k) // size
+    block = torch.arange(call.len_k, device="cpu") // size
     for rows in row_tiles(max(-call.diagonal, 0), call.len_q):
         places = _places(call, rows)[:, None]
         before = slice(0, rows.stop + call.diagonal)
-        numbers = torch.arange(block[before.stop - 1] + 1)
+        numbers = torch.arange(block[before.stop - 1] + 1, device="cpu")
         # (choosers, rows, blocks)
         read = (call.blocks[rows].transpose(0, 1).unsqueeze(-1) == numbers).any(-2) | (numbers == block[places])
         if call.fused and (read | (numbers > block[places])).all():
             yield Tile(rows, causal_parts(0, slice(rows.start + call.diagonal, before.stop)))
         else:
-            seen = read[..., block[before]] & (torch.arange(before.stop) <= places)
+            seen = read[..., block[before]] & (torch.arange(before.stop, device="cpu") <= places)
             yield Tile(rows, [Part(before, seen.repeat_interleave(call.heads // len(seen), dim=0).unsqueeze(0))])
 
 
 def _places(call: Call, rows: slice) -> Tensor:
     """The keys at which queries stand."""
-    return torch.arange(rows.start, rows.stop) + call.diagonal
+    return numbers_of(rows) + call.diagonal
 
 
 attend = operator("routed", "routed_attention", _tiles)
@@ -102,7 +103,7 @@ def best_blocks(scores: Tensor, slots: int) -> Tensor:
     count = scores.shape[-1]
     bits = (scores + 0.0).view(torch.int32)  # turns -0.0 into 0.0
     # integers in the order of the scores, and of equal scores in the wanted order, because topk may take any of those
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * count - torch.arange(count)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * count - torch.arange(count, device="cpu")
     blocks = order.topk(min(slots, count), dim=-1, sorted=False).indices
     blocks = torch.where(scores.gather(-1, blocks) > -torch.inf, blocks, -1).int()
     return F.pad(blocks, (0, slots - blocks.shape[-1]), value=-1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window_of, row_tiles, window_span
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window_of, numbers_of, row_tiles, window_span
 from attnzoo_kernels.dispatch import without_autocast
 
 
@@ -16,11 +16,11 @@ def _tiles(call: Call) -> Iterator[Tile]:
     for rows in row_tiles(max(-call.diagonal, 0), call.len_q):
         keys = window_span(rows, near)
         parts = [Part(keys, in_window_of(rows, keys, near))]
-        border = torch.arange(rows.start, rows.stop) + call.diagonal - near_keys  # the last far key of each row
+        border = numbers_of(rows) + call.diagonal - near_keys  # the last far key of each row
         far = slice(0, max(min(rows.stop + call.diagonal - near_keys, far_keys), 0))
         if far.stop > 0:
             whole = far.stop <= rows.start + call.diagonal - near_keys + 1
-            parts.append(Part(far, None if whole else torch.arange(far.stop) <= border[:, None], q_copy=1, k_copy=1))
+            parts.append(Part(far, None if whole else torch.arange(far.stop, device="cpu") <= border[:, None], q_copy=1, k_copy=1))
         yield Tile(rows, parts)
 
 
