@@ -111,6 +111,20 @@ def test_rows_without_a_key_are_zero_with_finite_gradients(device):
         assert (q.grad[:, :31] == 0).all() and all(x.grad.isfinite().all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("impl", PATHS)
+def test_a_sink_of_minus_infinity_is_no_sink(impl, device):
+    """For queries that see no key as well."""
+    tensors = torch.randn(3, 1, 8, 2, 16, device=device)
+    results = []
+    for sinks in (None, torch.full((2,), -torch.inf, device=device, requires_grad=True)):
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        out, lse = flash_attention(q, k[:, :5], v[:, :5], causal=True, sinks=sinks, return_lse=True, impl=impl)
+        loss = out.sum() + lse[:, :, 3:].sum()
+        results.append([out, lse, *torch.autograd.grad(loss, (q, k, v), retain_graph=True)])
+    assert not torch.autograd.grad(loss, sinks)[0].any()
+    torch.testing.assert_close(*results)
+
+
 def test_causal_picture_of_the_docstring(device):
     """Which keys reach which queries, from the weights themselves (values = identity)."""
     for rows, columns, picture in ((3, 5, "11100 11110 11111"), (5, 3, "000 000 100 110 111")):

@@ -42,7 +42,9 @@ def flash_attention_cpu(q, k, v, *, window_size, softmax_scale, softcap, alibi_s
                       rng_state=rng_state, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, window_size=window_size,
                       exact=dtype.itemsize > 2)
     if sinks is not None:
-        lse_of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        lse_of_keys, sinks = lse, sinks.to(lse.dtype).unsqueeze(-1)
+        nothing = (lse_of_keys == -torch.inf) & (sinks == -torch.inf)  # a logarithm of 0, whose derivative would be NaN
+        lse = torch.logaddexp(lse_of_keys.masked_fill(nothing, 0), sinks).masked_fill(nothing, -torch.inf)
         if cu_seqlens_q is not None:  # tokens after the last sequence have no sink
             lse = lse.masked_fill(behind_last(cu_seqlens_q, q.shape[0]), -torch.inf)
         share = torch.exp(lse_of_keys - finite(lse))
