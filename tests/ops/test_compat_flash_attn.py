@@ -156,6 +156,7 @@ def test_a_last_dimension_may_be_strided_and_a_longest_sequence_a_tensor():
 @pytest.mark.parametrize("words, options", [
     ("window_size: must be two ints", {"window_size": None}), ("window_size: must be an integer, got 1.5", {"window_size": (1.5, 0)}),
     ("softcap: must be a number, got None", {"softcap": None}), ("dropout_p: must be a number", {"dropout_p": None}),
+    ("return_attn_probs: must be True or False, got 1", {"return_attn_probs": 1}),
 ])
 def test_a_wrong_option_is_named(words, options):
     with pytest.raises((TypeError, ValueError), match=words):

@@ -140,6 +140,7 @@ def test_a_cache_takes_new_tokens_and_is_read(case, impl, dtype, device, monkeyp
     ("k_cache: must have q's dtype torch.float16", {"q": torch.zeros(1, 1, 1, 4, dtype=torch.float16)}),
     ("window_size: must be two ints", {"window_size": None}),
     ("softcap: must be a number, got None", {"softcap": None}),
+    ("return_softmax_lse: must be True or False, got 1", {"return_softmax_lse": 1}),
     ("k: must be \\(batch=1, new, kv_heads, head_dim\\)", {"k": torch.zeros(1, 1, 2, 4)}),
 ])
 def test_what_a_cache_cannot_do_is_refused(words, change):

@@ -212,6 +212,7 @@ def test_wrong_arguments_are_refused():
         (ValueError, "label_smoothing: must lie", lambda: linear_cross_entropy(x, weight, targets, label_smoothing=1.0)),
         (ValueError, r"fp8: needs z_loss=0 and sizes of weight that are multiples of 16, got z_loss=0.0 and shape \(6, 4\)",
          lambda: linear_cross_entropy(x, weight, targets, fp8=True)),
+        (TypeError, "fp8: must be True or False, got Tensor of shape", lambda: linear_cross_entropy(x, weight, targets, fp8=weight)),
         (ValueError, "fp8: needs z_loss=0",
          lambda: linear_cross_entropy(torch.zeros(2, 16), torch.zeros(16, 16), targets, z_loss=0.1, fp8=True)),
         (NotImplementedError, "x: .* takes float16",

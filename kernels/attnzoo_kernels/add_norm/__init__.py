@@ -47,6 +47,10 @@ def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor
     """
     checks.tensor("weight", weight)
     checks.choice("kind", kind, NORMS)
+    checks.flag("last", last)
+    checks.finite("eps", eps)
+    if not isinstance(stream, tuple) or len(stream) != 2:
+        raise TypeError(f"stream: must be a Stream, got {type(stream).__name__}")
     high, low = stream
     checks.tensor("stream.high", high)
     wanted = (torch.float32, torch.bfloat16)[: 1 + last] if low is None else (torch.bfloat16,)

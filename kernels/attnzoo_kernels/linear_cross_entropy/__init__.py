@@ -46,6 +46,7 @@ def linear_cross_entropy(
     checks.probability("label_smoothing", label_smoothing)
     checks.non_negative("z_loss", z_loss)
     checks.non_negative("softcap", softcap)
+    checks.flag("fp8", fp8)
     if fp8 and (z_loss or any(size % MULTIPLE for size in weight.shape)):
         raise ValueError(f"fp8: needs z_loss=0 and sizes of weight that are multiples of {MULTIPLE}, got z_loss={z_loss} and shape "
                          f"{tuple(weight.shape)}")

@@ -58,6 +58,7 @@ def _attend(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packing
 ) -> Result:
     checks.probability("dropout_p", dropout_p)
+    checks.flag("return_attn_probs", return_attn_probs)
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError("return_attn_probs: S_dmask with dropout_p > 0 is not kept; use return_attn_probs=False or dropout_p=0.0")
     # a max_seqlen that is a tensor is left out: the host would wait to read it, and no kernel needs it
@@ -146,6 +147,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         block_table = _checked_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
         checks.probability("dropout_p", dropout_p)
+        checks.flag("return_attn_probs", return_attn_probs)
         graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if q.shape[0] and 1 <= max_seqlen_q <= FEW and dropout_p == 0 and not graph:
             out, lse = decoded_pages(

@@ -63,6 +63,7 @@ def flash_attn_with_kvcache(
     if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
         name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
         raise NotImplementedError(f"{name}: a cache in pages has its rows in block_table; leave {name} out")
+    checks.flag("return_softmax_lse", return_softmax_lse)
     if (k is None) != (v is None):
         raise ValueError("k, v: must be given both or neither")
     if k is None and (rotary_cos is not None or rotary_sin is not None):
