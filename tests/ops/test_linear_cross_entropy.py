@@ -72,6 +72,24 @@ def test_rows_of_several_tiles_that_stay_in_registers_or_are_read_twice(kept, op
     assert_accurate(ours, eager, exact)
 
 
+@pytest.mark.parametrize("kept", (4, 0))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_infinite_logits_are_capped(kept, dtype, monkeypatch, poisoned):
+    from attnzoo_kernels.linear_cross_entropy import chunks
+
+    monkeypatch.setattr(chunks, "BLOCK", 32)
+    monkeypatch.setattr(chunks, "KEPT", kept)
+    targets = torch.arange(30, device=DEVICE)
+    tensors = [300 * torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((30, 16), (45, 16), (45,))]  # beyond float16's range
+    tensors[2][::7] = -torch.inf
+    results = []
+    for impl, of in (("triton", dtype), ("reference", dtype), ("reference", torch.float64)):
+        leaves = [x.to(of).requires_grad_() for x in tensors]
+        loss = linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], softcap=3.0, vocab_size=37, impl=impl)
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    assert_accurate(*results)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", (80, 90))
 def test_longest_row_that_stays_in_registers_does_not_spill(arch):

@@ -37,10 +37,19 @@ def _store(ptr, column, values, vocab, CUT: tl.constexpr):
 
 @triton.jit
 def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Logits in float32, by tanh within softcap, where -inf stays what it is."""
+    """Logits in float32, by tanh within softcap."""
     z = logits.to(tl.float32)
     if HAS_SOFTCAP:
-        z = tl.where(z == -float("inf"), z, softcap * tanh(z / softcap, True, False))
+        z = softcap * tanh(z / softcap, True, False)
+    return z
+
+
+@triton.jit
+def _capped_in(column, logits, vocab, softcap, CUT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """The same for a tile of `_logits`, in which columns after the vocabulary stay -inf."""
+    z = _capped(logits, softcap, HAS_SOFTCAP)
+    if CUT and HAS_SOFTCAP:
+        z = tl.where(column < vocab, z, -float("inf"))
     return z
 
 
@@ -101,14 +110,15 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
         row_max = _capped(tl.max(maxima, 0), softcap, HAS_SOFTCAP)
         base = tl.where(row_max == -float("inf"), 0.0, row_max)
         for tile in tl.static_range(TILES):
-            z = _capped(kept[tile], softcap, HAS_SOFTCAP)
+            z = _capped_in(tile * BLOCK + columns, kept[tile], vocab, softcap, tile == TILES - 1, HAS_SOFTCAP)
             sums += _exp_of_difference(z, base, EXACT)
             if HAS_SMOOTHING:
                 totals += tl.where(tile * BLOCK + columns < vocab, z, 0.0)
     else:
         for cut in tl.static_range(2):
             for at in tl.range(whole if cut else 0, vocab if cut else whole, BLOCK):
-                z = _capped(_logits(logits_ptr, at + columns, vocab, cut == 1), softcap, HAS_SOFTCAP)
+                logits = _logits(logits_ptr, at + columns, vocab, cut == 1)
+                z = _capped_in(at + columns, logits, vocab, softcap, cut == 1, HAS_SOFTCAP)
                 new_max = tl.maximum(row_max, tl.max(z, 0))
                 base = tl.where(new_max == -float("inf"), 0.0, new_max)
                 sums = sums * _exp_of_difference(row_max, base, EXACT) + _exp_of_difference(z, base, EXACT)
