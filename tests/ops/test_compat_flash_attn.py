@@ -37,6 +37,17 @@ def test_signature_is_flash_attn_s(name):
     assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
+@pytest.mark.parametrize("name, names", [
+    ("unpad_input", ["hidden_states", "attention_mask", "unused_mask"]),
+    ("unpad_input_for_concatenated_sequences", ["hidden_states", "attention_mask_in_length"]),
+    ("pad_input", ["hidden_states", "indices", "batch", "seqlen"]),
+])
+def test_padding_has_flash_attn_s_names(name, names):
+    """Ours are keyword-only."""
+    parameters = inspect.signature(getattr(bert_padding, name)).parameters.values()
+    assert [p.name for p in parameters if p.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD] == names
+
+
 def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 

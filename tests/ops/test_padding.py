@@ -193,7 +193,7 @@ def test_rows_with_strides(impl):
     assert torch.equal(tokens, rows[mask])
     wide = torch.randn(tokens.shape[0], 12, device=DEVICE)
     assert torch.equal(padding.pad_input(wide[:, 2:10], indices, 3, 7, impl=impl)[mask], wide[:, 2:10])
-    with pytest.raises(ValueError, match=r"hidden: dimensions from 2 on must be contiguous.*\.contiguous"):
+    with pytest.raises(ValueError, match=r"hidden_states: dimensions from 2 on must be contiguous.*\.contiguous"):
         padding.unpad_input(storage.transpose(2, 3), mask.t(), impl=impl)
 
 
@@ -437,11 +437,12 @@ def test_wrong_arguments_are_refused():
         (ValueError, "below 2", lambda: padding.token_indices(torch.ones(1, 1).expand(2**16, 2**15))),
         (ValueError, "impl: must be", lambda: padding.token_indices(mask, impl="gluon")),
         (TypeError, "lengths: must be int32", lambda: padding.token_indices_from_lengths(torch.ones(2), 3)),
-        (ValueError, "hidden: must be", lambda: padding.unpad_input(rows[0, 0], mask)),
-        (TypeError, "hidden: must have elements", lambda: padding.unpad_input(rows.to(torch.complex128), mask)),
+        (ValueError, "hidden_states: must be", lambda: padding.unpad_input(rows[0, 0], mask)),
+        (TypeError, "hidden_states: must have elements", lambda: padding.unpad_input(rows.to(torch.complex128), mask)),
         (TypeError, "indices: must be int64", lambda: padding.pad_input(rows[0], indices.int(), 2, 3)),
         (ValueError, "indices: must have shape", lambda: padding.pad_input(rows[0], indices[None], 2, 3)),
-        (ValueError, "indices: must hold one entry for each of hidden's 3", lambda: padding.pad_input(rows[0], indices, 2, 3)),
+        (ValueError, "indices: must hold one entry for each of the 3 tokens of hidden_states",
+         lambda: padding.pad_input(rows[0], indices, 2, 3)),
         (ValueError, "residual: must be .tokens, width.", lambda: padding.add_norm_pad_input(rows[0], rows[0, :2], *norm, indices, 2, 3)),
         (ValueError, "weight: must be floating point of shape", lambda: padding.add_norm_pad_input(rows[0], rows[0], *norm, indices, 2, 3)),
         (TypeError, "weight: must be a tensor, got NoneType",

@@ -111,17 +111,18 @@ def remove_padding(x: Tensor, indices: Tensor, *, impl: str | None = None) -> Te
     return _path(impl, x).remove(x, indices)
 
 
-def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int, *, impl: str | None = None) -> Tensor:
-    """Put packed tokens hidden (tokens, ...) back at `indices` of rows (batch, seqlen, ...), with zeros everywhere else, in one pass.
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int, *, impl: str | None = None) -> Tensor:
+    """Put packed tokens (tokens, ...) back at `indices` of rows (batch, seqlen, ...), with zeros everywhere else, in one pass.
 
     indices: as in `remove_padding`, whose derivative this is; tokens at entries batch * seqlen are left out.
-    hidden: any dtype of 1 to 8 bytes; dimensions from the second on contiguous, tokens with any stride.
+    hidden_states: any dtype of 1 to 8 bytes; dimensions from the second on contiguous, tokens with any stride.
     """
-    inputs.rows("hidden", hidden, 1)
-    inputs.indices(indices, hidden, inputs.slots(batch, seqlen))
-    if hidden.shape[0] != indices.shape[0]:
-        raise ValueError(f"indices: must hold one entry for each of hidden's {hidden.shape[0]} tokens, got {indices.shape[0]}")
-    return _path(impl, hidden).restore(hidden, indices, batch, seqlen)
+    inputs.rows("hidden_states", hidden_states, 1)
+    inputs.indices(indices, hidden_states, inputs.slots(batch, seqlen))
+    if hidden_states.shape[0] != indices.shape[0]:
+        raise ValueError(f"indices: must hold one entry for each of the {hidden_states.shape[0]} tokens of hidden_states, got "
+                         f"{indices.shape[0]}")
+    return _path(impl, hidden_states).restore(hidden_states, indices, batch, seqlen)
 
 
 def add_norm_pad_input(hidden: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, indices: Tensor, batch: int, seqlen: int, *,
@@ -151,43 +152,43 @@ def add_norm_pad_input(hidden: Tensor, residual: Tensor, weight: Tensor, bias: T
     return _path(impl, hidden).add_norm(hidden, residual, weight, bias, indices, batch, seqlen, eps)
 
 
-def unpad_input(hidden: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None, *, max_tokens: int | None = None,
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None, *, max_tokens: int | None = None,
                 impl: str | None = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Remove the padding of hidden (batch, seqlen, ...).
+    """Remove the padding of hidden_states (batch, seqlen, ...).
 
-    attention_mask, unused_mask, max_tokens: as in `token_indices`. hidden: as x in `remove_padding`.
+    attention_mask, unused_mask, max_tokens: as in `token_indices`. hidden_states: as x in `remove_padding`.
 
     Returns (tokens (tokens, ...), indices, cu_seqlens, max_seqlen, seqused) as in `Packing`. Without max_tokens their shapes are exact and
     the host waits once. With it, entries after the last token are zeros, and max_seqlen is seqlen.
     """
-    inputs.rows("hidden", hidden, 2)
-    inputs.mask("attention_mask", attention_mask, hidden)
+    inputs.rows("hidden_states", hidden_states, 2)
+    inputs.mask("attention_mask", attention_mask, hidden_states)
     packing = token_indices(attention_mask, unused_mask, max_tokens=max_tokens, impl=impl)
-    tokens = remove_padding(hidden, packing.indices, impl=impl)
+    tokens = remove_padding(hidden_states, packing.indices, impl=impl)
     return tokens, packing.indices, packing.cu_seqlens, packing.max_seqlen, packing.seqused
 
 
 def unpad_input_for_concatenated_sequences(
-    hidden: Tensor, attention_mask_in_length: Tensor, *, max_tokens: int | None = None, max_documents: int | None = None,
+    hidden_states: Tensor, attention_mask_in_length: Tensor, *, max_tokens: int | None = None, max_documents: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Remove the padding of rows that hold several documents one after the other, so that attention stays inside each document.
 
-    hidden: (batch, seqlen, ...). attention_mask_in_length: (batch, seqlen) int32 or int64, the lengths of a row's documents in order and
-    zeros. The documents fill the row from its first slot on, for example [2, 3, 0, 0, 0, 0] for a a b b b . of seqlen 6.
+    hidden_states: (batch, seqlen, ...). attention_mask_in_length: (batch, seqlen) int32 or int64, the lengths of a row's documents in
+    order and zeros. The documents fill the row from its first slot on, for example [2, 3, 0, 0, 0, 0] for a a b b b . of seqlen 6.
     max_tokens, max_documents: upper bounds, both or neither.
 
     Returns (tokens, indices, cu_seqlens, max_seqlen). cu_seqlens is (documents + 1,) int32 over all documents; with bounds it is
     (max_documents + 1,), padded with its last value. max_seqlen is the longest document; with bounds it is seqlen.
     """
-    inputs.rows("hidden", hidden, 2)
-    lengths, seqlen = attention_mask_in_length, hidden.shape[1]
+    inputs.rows("hidden_states", hidden_states, 2)
+    lengths, seqlen = attention_mask_in_length, hidden_states.shape[1]
     inputs.lengths("attention_mask_in_length", lengths, 2, seqlen)
-    inputs.same_rows("attention_mask_in_length", lengths, hidden)
+    inputs.same_rows("attention_mask_in_length", lengths, hidden_states)
     if (max_tokens is None) != (max_documents is None):
         raise ValueError(f"max_tokens, max_documents: must be given both or neither, got {max_tokens} and {max_documents}")
     slots = inputs.slots(*lengths.shape)
-    path = _path(impl, hidden)
+    path = _path(impl, hidden_states)
     _check_lengths(path, lengths, seqlen)
     cu_seqlens, row_lengths, totals = path.document_lengths(lengths, inputs.bound("max_documents", max_documents, slots))
     indices = path.length_indices(row_lengths, seqlen, inputs.bound("max_tokens", max_tokens, slots))[0]
@@ -197,7 +198,7 @@ def unpad_input_for_concatenated_sequences(
     if max_tokens is None:
         total, documents, max_seqlen = totals.tolist()
         indices, cu_seqlens = indices[:total], cu_seqlens[: documents + 1]
-    return remove_padding(hidden, indices, impl=impl), indices, cu_seqlens, max_seqlen
+    return remove_padding(hidden_states, indices, impl=impl), indices, cu_seqlens, max_seqlen
 
 
 def position_ids(cu_seqlens: Tensor, total: int, *, impl: str | None = None) -> Tensor:
