@@ -94,6 +94,16 @@ def test_resumed_run_equals_one_that_never_stopped(tmp_path, uninterrupted, how,
     assert ours["lr_schedulers"] == theirs["lr_schedulers"]
 
 
+@pytest.mark.parametrize("uninterrupted", ["epochs"], indirect=True)
+def test_a_run_that_goes_on_from_an_epochs_end_can_be_stopped_again(tmp_path, uninterrupted):
+    length, whole = uninterrupted
+    for at in (4, 6):
+        with pytest.raises(SystemExit):
+            runner.train(config(tmp_path, *length, "resume=auto", stop(at, "SIGTERM")))
+    runner.train(config(tmp_path, *length, "resume=auto"))
+    assert column(tmp_path, "train/loss") == column(whole, "train/loss")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("uninterrupted", ["steps"], indirect=True)
 def test_a_finished_run_can_be_made_longer(tmp_path, uninterrupted):

@@ -43,6 +43,16 @@ class BestScore(lightning.Callback):
                 _adopt(trainer, callback)
 
 
+class NextEpoch(lightning.Callback):
+    """Begins an epoch where a run goes on from the end of one. Lightning counts that epoch as over and does not count the next one as
+    begun, so that the next resume would read a wrong place from its counts."""
+
+    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and loop.epoch_progress.total.processed == loop.epoch_progress.total.started:
+            loop.reset_restart_stage()
+
+
 def _adopt(trainer: lightning.Trainer, callback: ModelCheckpoint) -> None:
     path = Path(callback.dirpath or "") / f"{callback.filename}{callback.FILE_EXTENSION}"
     score = None

@@ -15,7 +15,7 @@ from attnzoo import fp8
 from attnzoo.batch import sharing
 from attnzoo.errors import UserError
 from attnzoo.run.ranks import end_together
-from attnzoo.run.resuming import BestScore
+from attnzoo.run.resuming import BestScore, NextEpoch
 from attnzoo.run.steps import StepLoop
 from attnzoo.run.stopping import StopSignals
 from attnzoo.run.sweeps import ranks_of_this_job
@@ -73,7 +73,7 @@ def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: 
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }
     try:
-        every = [FiniteLoss(), BestScore(), *callbacks]
+        every = [FiniteLoss(), BestScore(), NextEpoch(), *callbacks]
         trainer = build(callbacks=every, logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
