@@ -140,9 +140,33 @@ def test_the_numbers_of_the_optimizer_are_those_of_the_command(tmp_path, caplog,
 )
 def test_a_finished_run_says_that_nothing_is_left(tmp_path, caplog, length, limit):
     runner.train(config(tmp_path, *length))
+    record = (tmp_path / "run" / "record.json").read_text()
     with caplog.at_level("INFO", logger="attnzoo.runner"):
         assert runner.train(config(tmp_path, *length, "resume=auto")) == {}
+    assert (tmp_path / "run" / "record.json").read_text() == record
     assert re.search(rf"nothing left to train: .*last.ckpt is at the last step, \d+; raise trainer.{limit}", caplog.text)
+
+
+def test_early_stopping_has_the_patience_of_the_command(tmp_path, caplog):
+    """A run that it has ended stays so, until the patience is raised."""
+    early = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=100", "trainer.val_check_interval=1",
+             "callbacks.last.every_n_steps=1", "callbacks.progress=null", "trainer.max_steps=12"]
+    runner.train(config(tmp_path, *early, "callbacks.early_stopping.patience=2"))
+    assert len(column(tmp_path, "train/loss")) == 3
+    with caplog.at_level("INFO", logger="attnzoo.runner"):
+        assert runner.train(config(tmp_path, *early, "callbacks.early_stopping.patience=2", "resume=auto")) == {}
+    assert "is at the last step, 3; raise callbacks.early_stopping.patience" in caplog.text
+    runner.train(config(tmp_path, *early, "callbacks.early_stopping.patience=4", "resume=auto"))
+    assert len(column(tmp_path, "train/loss")) == 5
+
+
+def test_early_stopping_counts_the_validation_at_an_epochs_end(tmp_path):
+    early = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=100", "callbacks.early_stopping.patience=2",
+             "trainer.val_check_interval=1.0", "trainer.check_val_every_n_epoch=1", "trainer.limit_train_batches=4", "trainer.max_steps=12"]
+    with pytest.raises(SystemExit):
+        runner.train(config(tmp_path, *early, stop(4, "SIGTERM")))
+    runner.train(config(tmp_path, *early, "resume=auto"))
+    assert len(column(tmp_path, "train/loss")) == 6
 
 
 def test_a_run_without_a_step_says_so(tmp_path, caplog):
@@ -169,7 +193,7 @@ def test_auto_without_a_checkpoint_starts_from_the_beginning(tmp_path, uninterru
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, capsys):
     runner.train(config(tmp_path, "trainer.max_steps=1"))
-    kept = (tmp_path / "run" / "config.yaml").read_text()
+    kept = [(tmp_path / "run" / name).read_text() for name in ("config.yaml", "record.json")]
     with pytest.raises(SystemExit), one_line_errors():
         runner.train(config(tmp_path, "resume=auto", "model.dim=64", "trainer.max_steps=2"))
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -180,4 +204,4 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, capsys):
         runner.train(config(tmp_path, "resume=auto", "optimizer=muon", "trainer.max_steps=2"))
     with pytest.raises(ValueError, match="rows is .*; seq_len is 32, it must be 16 as in the checkpoint"):
         runner.train(config(tmp_path, "resume=auto", "data.seq_len=32", "trainer.max_steps=2"))
-    assert (tmp_path / "run" / "config.yaml").read_text() == kept  # which evaluations read
+    assert [(tmp_path / "run" / name).read_text() for name in ("config.yaml", "record.json")] == kept  # evaluations read the first

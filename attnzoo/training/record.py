@@ -60,6 +60,10 @@ class RunRecord(lightning.Callback):
         self.content: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if not trainer.ckpt_path:
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self.started = time.time()
         self.earlier_wandb = self.folder.read_record().get("wandb")
         device = pl_module.device
@@ -82,7 +86,9 @@ class RunRecord(lightning.Callback):
         }
         self._write(trainer)
 
-    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if trainer.ckpt_path and not trainer.fit_loop.done:  # a resume that is refused, or has nothing left to train, changes nothing
+            self._begin(trainer, pl_module)
         if trainer.is_global_zero:
             tables = (logger for logger in trainer.loggers if isinstance(logger, MetricsCSV))
             logged = max((table.forget_from(trainer.global_step) for table in tables), default=-1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from attnzoo.batch import sharing
 from attnzoo.run.folder import RunFolder
@@ -62,15 +62,17 @@ def _in_8_bits(layers: dict[str, list[str]] | None) -> str:
 def nothing_trained(trainer: lightning.Trainer, ckpt_path: Path | None) -> str:
     """Why a run took no step, and what to change. ckpt_path: what it went on from."""
     if 0 < trainer.max_steps <= trainer.global_step:
-        limit = "max_steps"
+        limit = "trainer.max_steps"
     elif 0 < (trainer.max_epochs or 0) <= trainer.current_epoch:
-        limit = "max_epochs"
+        limit = "trainer.max_epochs"
+    elif trainer.should_stop and any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks):
+        limit = "callbacks.early_stopping.patience"
     elif any(isinstance(callback, Timer) for callback in trainer.callbacks):
-        limit = "max_time"
+        limit = "trainer.max_time"
     else:
-        limit = "limit_train_batches"
+        limit = "trainer.limit_train_batches"
     what = "nothing was trained" if ckpt_path is None else f"nothing left to train: {ckpt_path} is at the last step, {trainer.global_step}"
-    return f"{what}; raise trainer.{limit}"
+    return f"{what}; raise {limit}"
 
 
 def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> str:
