@@ -169,6 +169,7 @@ class StopAfter(lightning.Callback):
 
 BY_STEPS = {"max_steps": 17, "max_epochs": -1, "val_check_interval": 3, "check_val_every_n_epoch": None}  # an epoch has seven
 BY_EPOCHS = {"max_epochs": 3}
+OVERFIT = {"max_epochs": 3, "overfit_batches": 4}
 
 
 def fit(folder, length, *, callbacks=(), ckpt_path=None, num_workers=0, **options):
@@ -189,7 +190,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
-    return {"steps": fit(folder, BY_STEPS), "epochs": fit(folder, BY_EPOCHS)}
+    return {"steps": fit(folder, BY_STEPS), "epochs": fit(folder, BY_EPOCHS), "overfit": fit(folder, OVERFIT)}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -207,10 +208,12 @@ def uninterrupted(folder):
         ("epochs", 7, "on_validation_end", 0),
         ("epochs", 10, "on_train_batch_end", 2),
         ("epochs", 14, "on_train_epoch_end", 0),
+        ("overfit", 4, "on_train_epoch_end", 0),
+        ("overfit", 6, "on_train_batch_end", 0),
     ],
 )
 def test_lightning_resumes_exactly(folder, uninterrupted, tmp_path, by, step, hook, num_workers):
-    length = {"steps": BY_STEPS, "epochs": BY_EPOCHS}[by]
+    length = {"steps": BY_STEPS, "epochs": BY_EPOCHS, "overfit": OVERFIT}[by]
     path = tmp_path / "stopped.ckpt"
     before = fit(folder, length, callbacks=[StopAfter(step, hook, path)], num_workers=num_workers)
     after = fit(folder, length, ckpt_path=path, num_workers=num_workers)

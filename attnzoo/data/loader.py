@@ -103,6 +103,8 @@ class ResumableLoader(BatchLoader):
     Args:
         settings: plain JSON that rows and their order depend on (seed, sequence length, ...); a state with other settings is refused.
         newer: more of these, which states of earlier versions do not have; then they are not compared.
+        overfit: Lightning's `overfit_batches`: so many batches of the first epoch (a float: this share of them) are read again and again;
+            0 for all batches of all epochs.
 
     Attributes:
         position: the number of batches yielded so far.
@@ -111,17 +113,21 @@ class ResumableLoader(BatchLoader):
     repeat = True
 
     def __init__(self, rows, batch_size: int, *, settings: dict[str, Any] | None = None, newer: dict[str, Any] | None = None,
-                 world_size: int = 1, **options):
+                 world_size: int = 1, overfit: int | float = 0, **options):
         super().__init__(rows, batch_size, world_size=world_size, **options)
+        self.few = min(overfit, len(self)) if isinstance(overfit, int) else int(overfit * len(self))
         self.newer = newer or {}
         self.settings = {**(settings or {}), **self.newer, "rows": rows.n_rows, "rows in a step over all devices": batch_size * world_size}
+        if self.few:
+            self.settings["overfit_batches"] = self.few
         self.position = 0
 
     def __iter__(self) -> Iterator[Batch]:
         # this is a generator: it reads the position at the first batch, so a state that is loaded after iter() still counts
         left = len(self)
         while left:
-            for batch in itertools.islice(self._from(*divmod(self.position, len(self))), left):
+            place = (0, self.position % self.few) if self.few else divmod(self.position, len(self))
+            for batch in itertools.islice(self._from(*place), left):
                 self.position += 1
                 left -= 1
                 yield batch

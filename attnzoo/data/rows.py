@@ -63,10 +63,9 @@ class RowsDataModule(LightningDataModule):
         return {"rank": rank, "world_size": world_size, "num_workers": self.num_workers, "pin_memory": torch.cuda.is_available()}
 
     def train_dataloader(self) -> BatchLoader:
-        if self.trainer and self.trainer.overfit_batches:  # every epoch then has the same few batches
-            return BatchLoader(self._rows("train"), self.batch_size, **self._loader_options())
-        rows = self._rows("train", self.shuffle)
-        settings = {"settings": self._settings(), "newer": self._newer_settings()}
+        overfit = self.trainer.overfit_batches if self.trainer else 0
+        rows = self._rows("train", self.shuffle and not overfit)
+        settings = {"settings": self._settings(), "newer": self._newer_settings(), "overfit": overfit}
         self._train_loader = ResumableLoader(rows, self.batch_size, **settings, **self._loader_options())
         if self._state is not None:
             self._train_loader.load_state_dict(self._state)
