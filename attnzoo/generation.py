@@ -85,13 +85,13 @@ class Writer:
         for number, tokens in enumerate(texts, 1):
             if len(texts) > 1:
                 show(f"[{number} of {len(texts)}]\n{prompt}")
-            for piece in self._text(tokens):
+            for piece in self._text(tokens, after=ids):
                 show(piece)
             print(flush=True)
 
-    def _text(self, tokens: Iterable[int]) -> Iterator[str]:
-        """Up to the end of the text."""
-        return self.tokenizer.decode_stream(takewhile(lambda token: token != self.tokenizer.eos_id, tokens))
+    def _text(self, tokens: Iterable[int], after: list[int]) -> Iterator[str]:
+        """Up to the end of the text. after: the prompt's tokens."""
+        return self.tokenizer.decode_stream(takewhile(lambda token: token != self.tokenizer.eos_id, tokens), after)
 
     def _tokens(self, prompt: list[int]) -> Iterator[list[int]]:
         """The next token of each text, until all have ended."""

@@ -187,6 +187,18 @@ def test_a_hugging_face_tokenizer_streams_what_it_decodes():
     ids = tokenizer.encode("é☃ a")
     pieces = list(tokenizer.decode_stream([*ids[:5], tokenizer.eos_id, *ids[5:]]))
     assert "".join(pieces) == "é☃ a" and pieces[0] == "é"
+    assert ["".join(tokenizer.decode_stream(ids[n:], ids[:n])) for n in (2, 3, 5)] == ["☃ a", "☃ a", " a"]  # 3: within a character
+
+
+def test_the_space_before_a_word_is_shown_behind_a_prompt():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from attnzoo.data.tokenizers import HuggingFaceTokenizer
+
+    backend = Tokenizer(models.WordLevel({"▁the": 0, "▁end": 1}, "▁the"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = HuggingFaceTokenizer(backend, "words", {})
+    assert "".join(tokenizer.decode_stream([1, 0], after=tokenizer.encode("the"))) == " end the"
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -2,13 +2,14 @@
 
 Every tokenizer has `name`, `vocab_size`, the ids `eos_id`, `pad_id`, `mask_id`, `cls_id`, `sep_id` (None if there is no such token), and
 `encode`, `encode_batch`, `decode`, `decode_stream` and `record`. `decode_stream` yields text token by token and holds back characters that
-are not complete yet. The name of a special token inside a document is encoded as ordinary text.
+are not complete yet; `after` are the tokens before the first one, which may decide whether a space stands between. The name of a special
+token inside a document is encoded as ordinary text.
 """
 
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ class ByteTokenizer:
     def decode(self, ids) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
-    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+    def decode_stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         yield from (decoder.decode(bytes([i])) for i in ids if i < 256)
         yield decoder.decode(b"", final=True)
@@ -63,7 +64,7 @@ class NumberTokenizer:
     def decode(self, ids) -> str:
         return " ".join(str(int(i)) for i in ids)
 
-    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+    def decode_stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         yield from (f" {i}" for i in ids)
 
     def record(self) -> dict:
@@ -103,10 +104,12 @@ class HuggingFaceTokenizer:
     def decode(self, ids) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+    def decode_stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
+        for i in after:  # not DecodeStream(ids=after), which gives their text again if they end in the middle of a character
+            stream.step(self.backend, i)
         yield from (piece for i in ids if (piece := stream.step(self.backend, i)) is not None)
 
     def record(self) -> dict:

@@ -17,4 +17,4 @@ class LanguageModeling(TokenPrediction):
         input_ids = torch.tensor([prompt], device=self.device)
         n_new = min(max_new_tokens, context - len(prompt))
         output = self.model.generate(input_ids, n_new, temperature=temperature, generator=generator)[0].tolist()
-        return f"{tokenizer.decode(prompt)}│{tokenizer.decode(output[len(prompt) :])}"
+        return f"{tokenizer.decode(prompt)}│{''.join(tokenizer.decode_stream(output[len(prompt) :], prompt))}"
