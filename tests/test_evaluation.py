@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from attnzoo import runner
+from attnzoo.data.tokenizers import NumberTokenizer
 from attnzoo.errors import UserError
+from attnzoo.evaluation import subject
 from attnzoo.evaluation.results import COLUMNS
 
 CONFIGS = str(Path(__file__).parents[1] / "configs")
@@ -137,6 +140,23 @@ def test_overridden_options_stand_in_every_row(flash, evaluate, override, label)
     changed = evaluate(f"ckpt_path={folder}", "evaluation=validation", *override)
     assert {(row["attention"], row["reading"]) for row in changed} == {("flash", label)}
     assert value(changed, "validation") != value(as_trained, "validation")
+
+
+def test_data_on_the_command_line_reach_the_text_within_and_bring_no_keys_of_other_data():
+    checkpoint, text = SimpleNamespace(task="lm", context=32), {"_target_": "attnzoo.data.text", "paths": "a", "val_fraction": 0.1}
+    passkey = {"_target_": "attnzoo.data.passkey", "seq_len": 32, "text": text}
+    assert subject._data_config(None, passkey, {"text": {"val_fraction": 0.5}}, checkpoint, ())["text"] == {**text, "val_fraction": 0.5}
+    with pytest.raises(ValueError, match="data.paths: passkey has no such option"):
+        subject._data_config(None, passkey, {"paths": "b"}, checkpoint, ())
+    other = subject._data_config(None, {**text, "cross_documents": True}, {**passkey, "objective": None}, checkpoint, ())
+    assert other == {**passkey, "text": {**text, "objective": "lm"}, "objective": "lm"}
+
+
+def test_data_of_other_tokens_are_refused(flash, evaluate):
+    with pytest.raises(UserError, match=r"data=recall: must be made of the model's tokens, bytes \(259\), got numbers \(8192\)"):
+        evaluate(f"ckpt_path={flash[0]}", "evaluation=validation", "data=recall")
+    with pytest.raises(UserError, match=r"data=text: must be made of the model's tokens, numbers \(64\), got text"):
+        subject._check_tokens(SimpleNamespace(kind="text"), NumberTokenizer(64))
 
 
 @pytest.mark.slow

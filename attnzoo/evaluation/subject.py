@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import attnzoo.data
 from attnzoo import checkpoint as checkpoints
 from attnzoo.attention.supports import check_path
+from attnzoo.data.tokenizers import NumberTokenizer
 from attnzoo.errors import UserError
 from attnzoo.evaluation import together
 from attnzoo.evaluation.measurement import digest
 from attnzoo.evaluation.measurement import key as name_of
 from attnzoo.evaluation.runs import Run, find
 from attnzoo.run.config import plain
+from attnzoo.run.values import check_target
 from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.training.record import versions
 
@@ -74,6 +76,7 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     device = next(placed.parameters()).device
     check_path(layer.get("impl"), device)
     data = build_data(_data_config(run, trained.get("data"), plain(cfg.get("data")), checkpoint, cfg.trust))
+    _check_tokens(data, checkpoint.tokenizer)
     data.tokenizer = checkpoint.tokenizer  # the one that the model was trained with, even if the data's configuration names another
     data.prepare_data()
     data.setup("validate")
@@ -141,14 +144,27 @@ def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> to
 
 
 def _data_config(run: Run, trained: dict | None, override: dict, checkpoint: checkpoints.Checkpoint, trust: Sequence[str]) -> dict:
-    """The run's `data` with the keys of an override. An override with `_target_` replaces it, except for what belongs to the objective."""
+    """The run's `data` with the keys of an override, and likewise the text within it (`data.text`). An override with `_target_` replaces
+    it, except for what belongs to the objective."""
     if trained is None and "_target_" not in override:
         raise UserError(f"{run.config_path} is missing, which says what data the run was validated on; say it with data=...")
     if "_target_" not in override:
         _check_data(trained, trust)
-        return {**trained, **override}
-    tied = {key: trained[key] for key in OBJECTIVE if key in (trained or {})}
-    return {**override, **tied, "objective": checkpoint.task, "seq_len": checkpoint.context}
+        check_target("data", OmegaConf.create({**override, "_target_": trained["_target_"]}))
+        text = {"text": {**trained["text"], **override["text"]}} if "text" in override and "_target_" not in override["text"] else {}
+        return {**trained, **override, **text}
+    tied = {key: trained[key] for key in OBJECTIVE if key in (trained or {}) and key in override} | {"objective": checkpoint.task}
+    text = {"text": {**override["text"], "objective": checkpoint.task}} if "text" in override else {}
+    return {**override, **text, **tied, "seq_len": checkpoint.context}
+
+
+def _check_tokens(data: Any, tokenizer: Any) -> None:
+    """Raises UserError for numbers where the model reads text, for text where it reads numbers, and for more numbers than it knows."""
+    own = vars(data).get("tokenizer")  # of data made of numbers, which no tokenizer is given
+    numbers = isinstance(own, NumberTokenizer)
+    if numbers != isinstance(tokenizer, NumberTokenizer) or (numbers and own.vocab_size > tokenizer.vocab_size):
+        raise UserError(f"data={data.kind}: must be made of the model's tokens, {tokenizer.name} ({tokenizer.vocab_size}), got "
+                        + (f"numbers ({own.vocab_size})" if numbers else "text"))
 
 
 def _check_data(config: dict, trust: Sequence[str]) -> None:
