@@ -275,6 +275,11 @@ def test_the_host_reads_no_tensor_between_logs(tmp_path):
     assert reads[0] == reads[1] < reads[2]
 
 
+def test_a_prompt_of_ones_own_stays_whole_in_the_sample(tmp_path):
+    runner.train(compose_tiny(tmp_path, "trainer.max_steps=1", "callbacks.sample.prompt=a prompt of 24 characters"))
+    assert (tmp_path / "run" / "sample.txt").read_text().startswith("a prompt of 24 characters│")
+
+
 def test_early_stopping(tmp_path):
     overrides = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=100"]
     runner.train(compose_tiny(tmp_path, *overrides, "callbacks.progress=null", "trainer.val_check_interval=2"))
@@ -295,6 +300,7 @@ def test_a_compiled_step_trains_and_names_no_wrapper(tmp_path, monkeypatch):
     [
         (["batch_tokens=200"], "batch_tokens=200 is not a multiple of 128"),
         (["batch_tokens=64"], "take 128"),
+        (["batch_tokens=256", "+trainer.accumulate_grad_batches=4"], "batch_tokens=256, trainer.accumulate_grad_batches=4: both say"),
         (["model.vocab_size=100"], "smaller than the tokenizer's 259"),
         (["resume=maybe"], "resume='maybe': must be auto or null"),
         (["seed=-1"], "seed=-1"),

@@ -129,6 +129,11 @@ class TokenPrediction(lightning.LightningModule):
         """The number of classes that the model decides between."""
         return self.model.vocab_size
 
+    @property
+    def sample_length(self) -> int:
+        """The number of a validation document's first tokens of which `sample` makes a sample."""
+        return self.model.train_context
+
     @staticmethod
     def model_config(model: dict[str, Any], task: dict[str, Any], data: Any) -> dict[str, Any]:
         """The configuration of the model to train; a task may ask for another head. model, task: as configured. data: the data module."""

@@ -24,7 +24,7 @@ class Sample(lightning.Callback):
             return
         tokenizer, data = trainer.datamodule.tokenizer, trainer.datamodule
         if self.prompt is None:
-            tokens = data.documents("validation")[0]["input_ids"][: pl_module.model.train_context].tolist()
+            tokens = data.documents("validation")[0]["input_ids"][: pl_module.sample_length].tolist()
         else:
             tokens = tokenizer.encode(self.prompt)
         with trainer.precision_plugin.forward_context():
