@@ -159,6 +159,7 @@ def check_training(cfg: DictConfig) -> None:
         _check_group(plain, f"callbacks.{name}", table)
     _check_group(plain, "logger.wandb", WANDB)
     _check_optimizer(cfg, plain)
+    _check_accumulation(plain)
     _check_beginning(plain)
     if plain["init_from"] is None:  # else the weights say what the model is
         check_model(plain)
@@ -203,6 +204,13 @@ def check_generation(cfg: DictConfig) -> None:
 def _check_precision(plain: Mapping[str, Any]) -> None:
     if plain["precision"] == "fp8":
         raise UserError("precision=fp8 is for training only; evaluate or generate with precision=bf16-mixed")
+
+
+def _check_accumulation(plain: Mapping[str, Any]) -> None:
+    given = plain["trainer"].get("accumulate_grad_batches")
+    if plain["batch_tokens"] is not None and given is not None:
+        raise UserError(f"batch_tokens={plain['batch_tokens']}, trainer.accumulate_grad_batches={given}: both say how many micro-batches a "
+                        "step has; set one of them")
 
 
 def _check_beginning(plain: Mapping[str, Any]) -> None:
