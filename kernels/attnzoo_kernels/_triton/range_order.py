@@ -18,25 +18,12 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import Launch
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import UNLIMITED, WIDTH, load_range
+from attnzoo_kernels._triton.search import count_below
 
 LANES = tl.constexpr(512)  # tiles of keys that a program looks at at a time
 OWN = tl.constexpr(32)  # tiles whose places in the order a program finds
 DIVIDED = 0.75  # a tile is divided if it has more than this share of the steps that a program has on average
 LEAST = tl.constexpr(4)  # a divided tile has at least this many steps for each query head
-
-
-@triton.jit
-def _last_beginning(table, count, halvings, ends):
-    """`last_beginning` for several ends at a time. halvings: how often the interval is halved, enough for `count` entries."""
-    low = ends * 0
-    high = low + count
-    for _ in range(halvings):
-        some = low < high
-        middle = (low + high) // 2
-        before = tl.load(table + middle.to(tl.int64) * WIDTH, mask=some, other=0) < ends
-        low = tl.where(some & before, middle + 1, low)
-        high = tl.where(some & (before == 0), middle, high)
-    return low - 1
 
 
 @triton.jit
@@ -100,7 +87,7 @@ def _find_all(table, found, count, halvings, window, tiles, KEYS: tl.constexpr, 
     for start in range(0, tiles, LANES):
         tile = start + tl.arange(0, LANES)
         keys = tile * KEYS
-        entry = _touching(table, _last_beginning(table, count, halvings, keys + KEYS), keys)
+        entry = _touching(table, count_below(table, keys + KEYS, count, halvings, STRIDE=WIDTH) - 1, keys)
         tl.store(found + 2 * tile, entry, mask=tile < tiles)
         steps = tile * 0
         while tl.max(entry, 0) >= 0:
