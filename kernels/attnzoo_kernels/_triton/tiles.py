@@ -114,20 +114,20 @@ def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: tl.constexpr, own=None, FIRST
 
 
 @triton.jit
-def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
+def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr, own=None, FIRST_SLOT: tl.constexpr = first_slot):
     """The tile of packed sequences that belongs to `slot`: (sequence, tile, first, length, other_first, other_length).
 
     Slots number the tiles of all packed sequences without a prefix sum over tiles: sequence b has the slots from
-    cu_seqlens[b] // BLOCK + b on. These are at least as many as its tiles; the tiles of the others lie past the sequence's length and are
-    empty. There are total // BLOCK + n_seqs + 1 slots. Sequence n_seqs stands for the rows after the last sequence.
+    FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. These are at least as many as its tiles; the tiles of the others lie past the sequence's
+    length and are empty. There are FIRST_SLOT(total, n_seqs + 1, BLOCK, own) slots. Sequence n_seqs stands for the rows after the last one.
     """
-    sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK)
+    sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK, own, FIRST_SLOT)
     after = tl.minimum(sequence + 1, n_seqs)
     first = tl.load(cu_seqlens + sequence)
     other_first = tl.load(other_cu_seqlens + sequence)
     length = tl.where(sequence == n_seqs, total, tl.load(cu_seqlens + after)) - first
     other_length = tl.load(other_cu_seqlens + after) - other_first
-    return sequence, slot - first_slot(first, sequence, BLOCK, None), first, length, other_first, other_length
+    return sequence, slot - FIRST_SLOT(first, sequence, BLOCK, own), first, length, other_first, other_length
 
 
 @triton.jit
@@ -294,6 +294,20 @@ def store_rows(rows_of, tile, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLO
     columns = tl.arange(0, BLOCK_WIDTH)
     pointers = rows_of.source + tl.cast(row, tl.int64) * rows_of.stride + _offsets(rows_of.stride, BLOCK, BLOCK_WIDTH)
     tl.store(pointers, tile.to(rows_of.source.dtype.element_ty), mask=(rows < rows_of.length)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def load_rows_at(pointers, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """The rows that begin at pointers [rows], [rows, BLOCK_WIDTH]. They are zero beyond WIDTH and where not `inside` [rows]."""
+    columns = tl.arange(0, BLOCK_WIDTH)
+    return tl.load(pointers[:, None] + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows_at(pointers, tile, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Stores the rows of a tile [rows, BLOCK_WIDTH] that are `inside` [rows], up to WIDTH, from pointers [rows] on."""
+    columns = tl.arange(0, BLOCK_WIDTH)
+    tl.store(pointers[:, None] + columns[None, :], tile.to(pointers.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit

@@ -9,22 +9,14 @@ The other one takes its position within its chunk, which is copy 0.
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.tiles import Place, find_sequence, sequence_rows
+from attnzoo_kernels._triton.tiles import Place, find_tile
 
 
 @triton.jit
 def first_slot(token, sequence, block, chunk):
-    """FIRST_SLOT of find_sequence for tiles that end at seams: n tokens that start anywhere in a chunk have at most
+    """FIRST_SLOT of find_tile for tiles that end at seams: n tokens that start anywhere in a chunk have at most
     n // block + n // chunk + 3 tiles."""
     return token // block + token // chunk + 3 * sequence
-
-
-@triton.jit
-def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr):
-    """Like tiles.find_tile for tiles that end at seams: (sequence, tile, first, length)."""
-    sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK, chunk, first_slot)
-    first, end = sequence_rows(cu_seqlens, sequence, n_seqs, total)
-    return sequence, slot - first_slot(first, sequence, BLOCK, chunk), first, end - first
 
 
 @triton.jit
@@ -36,11 +28,10 @@ def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads
     first key.
     """
     if PACKED:
-        slots = seqlen // BLOCK + seqlen // chunk + 3 * (n_seqs + 1)
+        slots = first_slot(seqlen, n_seqs + 1, BLOCK, chunk)
         head = tl.program_id(0) // slots
-        seq, tile, first, length = _find_chunk_tile(cu_seqlens, tl.program_id(0) % slots, n_seqs, seqlen, chunk, BLOCK)
-        other_first = tl.load(other_cu_seqlens + seq)
-        other_length = tl.load(other_cu_seqlens + tl.minimum(seq + 1, n_seqs)) - other_first
+        seq, tile, first, length, other_first, other_length = find_tile(cu_seqlens, other_cu_seqlens, tl.program_id(0) % slots, n_seqs,
+                                                                        seqlen, BLOCK, chunk, first_slot)
         batch = 0
     else:
         first, length, other_first, other_length = 0, seqlen, 0, other_seqlen

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.launch import block_width, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
-from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
+from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, load_rows_at, program_tile
 from attnzoo_kernels.routed.best import choose_best, launch_choice, plan_choice, tile_size
 
 MEAN_ROWS = 64
@@ -27,9 +27,9 @@ def moba_means_kernel(k_ptr, bounds_ptr, means_ptr, stride_ks, stride_kh, block_
     total = tl.zeros([BLOCK_D], tl.float32)
     for at in range(first, end, ROWS):
         row = at + tl.arange(0, ROWS)
-        pointers = k_ptr + head.to(tl.int64) * stride_kh + row.to(tl.int64)[:, None] * stride_ks + column[None, :]
+        pointers = k_ptr + head.to(tl.int64) * stride_kh + row.to(tl.int64) * stride_ks
         # [ROWS, BLOCK_D]
-        total += tl.sum(tl.load(pointers, mask=(row < end)[:, None] & (column < HEAD_DIM)[None, :], other=0.0).to(tl.float32), 0)
+        total += tl.sum(load_rows_at(pointers, row < end, HEAD_DIM, BLOCK_D).to(tl.float32), 0)
     tl.store(means_ptr + (head.to(tl.int64) * count + block) * HEAD_DIM + column, total / block_size, mask=column < HEAD_DIM)
 
 
@@ -47,10 +47,8 @@ class Means(NamedTuple):
 @triton.jit
 def _scores(x, own, at, block):
     """SCORES: queries times means."""
-    column = tl.arange(0, own.BLOCK_D)
     # [BLOCK_N, BLOCK_D]
-    mean = tl.load(own.means + block.to(tl.int64)[:, None] * own.stride + column[None, :],
-                   mask=(block < x.earlier)[:, None] & (column < own.HEAD_DIM)[None, :], other=0.0)
+    mean = load_rows_at(own.means + block.to(tl.int64) * own.stride, block < x.earlier, own.HEAD_DIM, own.BLOCK_D)
     if own.PRECISION == "ieee":
         scores = score_dot(own.q, mean, own.PRECISION)
     else:

@@ -11,7 +11,7 @@ from attnzoo_kernels._triton.launch import architecture, next_power_of_2, stride
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.best import choose_best, few, launch_choice, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, few, launch_choice, plan_choice, rows_of_tile, tile_size
 from attnzoo_kernels.routed.parts import gather_tile
 
 
@@ -71,10 +71,9 @@ def msa_blocks_kernel(q_ptr, k_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, stri
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads // HEADS, BLOCK_M, True, True)
     if place.row >= place.length:
         return
-    row = tl.arange(0, BLOCK_M * HEADS)
-    i = place.row + row // HEADS
+    i, member = rows_of_tile(place, HEADS, BLOCK_M)
     # [BLOCK_M * HEADS, BLOCK_D]
-    q = gather_tile(q_ptr, stride_qs, stride_qh, place.first + i, place.head * HEADS + row % HEADS, i < place.length, HEAD_DIM, BLOCK_D)
+    q = gather_tile(q_ptr, stride_qs, stride_qh, place.first + i, place.head * HEADS + member, i < place.length, HEAD_DIM, BLOCK_D)
     keys = head_rows(Operand(k_ptr, 0, stride_ks, stride_kh), 0, 0, place.other_first, place.other_length, False)
     choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION, KEYS), blocks_ptr, heads, block_size, slots, _scores, SLOTS,
                 HEADS, BLOCK_M, BLOCK_N)

@@ -12,7 +12,7 @@ from attnzoo_kernels._triton.launch import architecture, next_power_of_2, stride
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.best import choose_best, few, launch_choice, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, few, launch_choice, plan_choice, rows_of_tile, tile_size
 from attnzoo_kernels.routed.parts import gather_tile
 
 LOG2E = math.log2(math.e)
@@ -79,11 +79,10 @@ def nsa_blocks_kernel(q_ptr, k_ptr, lse_ptr, blocks_ptr, cu_seqlens_q, cu_seqlen
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, BLOCK_M, True, True)
     if place.row >= place.length:
         return
-    row = tl.arange(0, BLOCK_M * HEADS)
-    i = place.row + row // HEADS
+    i, of_heads = rows_of_tile(place, HEADS, BLOCK_M)
     queries, lses = (), ()
     for n in tl.static_range(TILES):
-        member = n * HEADS + row % HEADS
+        member = n * HEADS + of_heads
         head = place.head * group + tl.minimum(member, group - 1)
         # [BLOCK_M * HEADS, BLOCK_D]
         queries += (gather_tile(q_ptr, stride_qs, stride_qh, place.first + i, head, i < place.length, HEAD_DIM, BLOCK_D),)

@@ -9,7 +9,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
 from attnzoo_kernels._triton.search import last_up_to
 from attnzoo_kernels.routed.lists import BLOCK, SEQUENCES, bounds_of, launches, length_of, store_before
-from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, store_tile
+from attnzoo_kernels.routed.parts import BLOCK_ROWS, gather_tile, load_tile, rows_of_program, store_tile
 
 HEADS = ["total_q", "kv_heads", "group", "stride"]
 
@@ -40,8 +40,8 @@ def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequenc
 @triton.jit
 def _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside):
     """(first query, query behind the last, place minus query) of each of the sequences `of`."""
-    start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
-    position = (stop_k - start_k) - (stop_q - start_q) + 1
+    start_q, stop_q, _, _, shift = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
+    position = shift + 1
     place = position - _floor(position, stride) * stride + tl.load(units_ptr + of, mask=inside, other=0) * stride
     return start_q, stop_q, place - start_q
 
@@ -73,9 +73,9 @@ def nsa_places_kernel(cu_seqlens_q, cu_seqlens_k, units_ptr, place_ptr, source_p
 @triton.jit
 def _rows(total_q, kv_heads, group, BLOCK_ROWS: tl.constexpr):
     """A program's pairs (query, head), each [BLOCK_ROWS]: (query * heads + head, whether there is such a pair, query, head)."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     heads = kv_heads * group
-    return row, row < total_q.to(tl.int64) * heads, row // heads, row % heads
+    row, inside, _ = rows_of_program(total_q, heads, BLOCK_ROWS)
+    return row, inside, row // heads, row % heads
 
 
 @triton.jit
@@ -96,9 +96,7 @@ def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_he
     head = row // (group * stride) % kv_heads * group + row % group
     query = tl.load(source_ptr + place, mask=inside, other=-1).to(tl.int64)
     there = inside & (query >= 0)
-    column = tl.arange(0, BLOCK_WIDTH)
-    tile = tl.load(x_ptr + (query * stride_row + head * stride_head)[:, None] + column[None, :],
-                   mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
+    tile = gather_tile(x_ptr, stride_row, stride_head, query, head, there, WIDTH, BLOCK_WIDTH)
     if GATED:
         gate = tl.load(gates_ptr + query * stride_gate + head * stride_gate_head, mask=there, other=0.0).to(tl.float32)
         tile = tile.to(tl.float32) * gate[:, None]

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import are_aligned, next_power_of_2, on_device_of
+from attnzoo_kernels._triton.tiles import load_rows_at
 from attnzoo_kernels.padding.launch import Launch
 from attnzoo_kernels.padding.rows import _load_ascending, _search
 from attnzoo_kernels.padding.tiles import norm_tile
@@ -37,8 +38,8 @@ def padding_add_norm_kernel(hidden_ptr, residual_ptr, weight_ptr, bias_ptr, indi
         tl.store(out_ptr + target, tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], out_ptr.dtype.element_ty), mask=(slot < slots)[:, None] & inside)
     else:
         # [BLOCK_ROWS, BLOCK_WIDTH]
-        x = tl.load(hidden_ptr + token.to(tl.int64)[:, None] * stride_h + column[None, :], mask=real[:, None] & inside, other=0.0)
-        residual = tl.load(residual_ptr + token.to(tl.int64)[:, None] * stride_r + column[None, :], mask=real[:, None] & inside, other=0.0)
+        x = load_rows_at(hidden_ptr + token.to(tl.int64) * stride_h, real, WIDTH, BLOCK_WIDTH)
+        residual = load_rows_at(residual_ptr + token.to(tl.int64) * stride_r, real, WIDTH, BLOCK_WIDTH)
         x = x.to(tl.float32) + residual.to(tl.float32)
         mean = tl.sum(x, 1) / WIDTH
         x = tl.where(inside, x - mean[:, None], 0.0)

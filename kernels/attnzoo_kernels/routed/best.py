@@ -50,6 +50,13 @@ def keep_best(best, scores, block):
 
 
 @triton.jit
+def rows_of_tile(place, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(query, head among HEADS) of the rows of a tile of BLOCK_M queries."""
+    row = tl.arange(0, BLOCK_M * HEADS)
+    return place.row + row // HEADS, row % HEADS
+
+
+@triton.jit
 def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A whole program: a tile of queries goes over the blocks before them. place.head: of heads // HEADS, HEADS of which choose in one
@@ -59,8 +66,7 @@ def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.con
     SCORES(x, own, at, block) gives the scores [BLOCK_M * HEADS, BLOCK_N] of the blocks `block` [BLOCK_N], the first of which is `at`. Some
     of these may lie after a query's own block, or after the last block.
     """
-    row = tl.arange(0, BLOCK_M * HEADS)
-    i = place.row + row // HEADS
+    i, member = rows_of_tile(place, HEADS, BLOCK_M)
     shift = place.other_length - place.length
     of_query = tl.maximum(i + shift, 0) // block_size
     earlier = tl.maximum(tl.minimum(place.row + BLOCK_M, place.length) - 1 + shift, 0) // block_size
@@ -74,7 +80,7 @@ def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.con
         scores = SCORES(x, own, at, block)
         scores = tl.where((block[None, :] < of_query[:, None]) & (scores == scores), scores, -float("inf"))
         best = keep_best(best, scores, block[None, :])
-    rows = (place.first + i).to(tl.int64) * heads + place.head * HEADS + row % HEADS
+    rows = (place.first + i).to(tl.int64) * heads + place.head * HEADS + member
     if SPLIT:
         rows = rows * tl.num_programs(1) + tl.program_id(1)
     chosen = best if SPLIT else _number(best, SLOTS)

@@ -37,7 +37,7 @@ def routed_pages_kernel(blocks_ptr, cu_seqlens_q, cu_seqlens_k, starts_ptr, tabl
         first = query // seqlen_q * step_batch
     else:
         sequence = last_up_to(cu_seqlens_q, query, sequences, steps, inside)
-        start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, sequence, inside)
+        _, stop_q, start_k, stop_k, _ = bounds_of(cu_seqlens_q, cu_seqlens_k, sequence, inside)
         position = tl.where(query < stop_q, query - stop_q + stop_k - start_k, -1)
         if starts_ptr is not None:
             start_k = tl.load(starts_ptr + sequence, mask=inside, other=0)

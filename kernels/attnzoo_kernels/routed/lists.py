@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels._triton.search import last_up_to
+from attnzoo_kernels._triton.search import count_below, last_up_to
 from attnzoo_kernels.padding.launch import Launch
 
 BLOCK = 256
@@ -17,10 +17,10 @@ SEQUENCES = 1024
 
 @triton.jit
 def bounds_of(cu_seqlens_q, cu_seqlens_k, sequence, inside):
-    """(first query, end of queries, first key, end of keys) of each sequence."""
+    """(first query, end of queries, first key, end of keys, how many more keys than queries) of each sequence."""
     start_q, stop_q = tl.load(cu_seqlens_q + sequence, mask=inside, other=0), tl.load(cu_seqlens_q + sequence + 1, mask=inside, other=0)
     start_k, stop_k = tl.load(cu_seqlens_k + sequence, mask=inside, other=0), tl.load(cu_seqlens_k + sequence + 1, mask=inside, other=0)
-    return start_q, stop_q, start_k, stop_k
+    return start_q, stop_q, start_k, stop_k, (stop_k - start_k) - (stop_q - start_q)
 
 
 @triton.jit
@@ -57,8 +57,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
     inside = at < count
     of = last_up_to(first_ptr, at, sequences, steps, inside)
     offset = (at - tl.load(first_ptr + of, mask=inside, other=0)) * size
-    start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
-    shift = (stop_k - start_k) - (stop_q - start_q)
+    start_q, stop_q, start_k, stop_k, shift = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
     bound_q = tl.minimum(tl.maximum(start_q + offset - shift, start_q), stop_q)
     bound_q = tl.where(offset == 0, start_q, bound_q)  # queries before the first key belong to the first block
     tl.store(bounds_q_ptr + at, tl.where(inside, bound_q, end_q), mask=at <= count)
@@ -66,8 +65,8 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
 
     inside = at < total_q
     of = last_up_to(cu_seqlens_q, at, sequences, steps, inside)
-    start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
-    position = at - start_q + (stop_k - start_k) - (stop_q - start_q)
+    start_q, _, _, _, shift = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
+    position = at - start_q + shift
     tl.store(sequence_ptr + at, of, mask=inside)
     tl.store(own_ptr + at, tl.where((position >= 0) & (at < end_q), tl.maximum(position, 0) // size, -1), mask=inside)
 
@@ -100,14 +99,7 @@ def routed_order_kernel(number_ptr, source_ptr, bounds_k_ptr, place_ptr, pair_pt
     tl.store(pair_ptr + at, pair.to(tl.int32), mask=inside)
 
     inside = at <= none
-    low = tl.zeros([BLOCK], tl.int32)
-    high = low + pairs
-    for _ in range(steps):
-        middle = (low + high) // 2
-        before = (low < high) & (tl.load(number_ptr + middle, mask=inside & (low < high), other=0) < at)
-        high = tl.where(before, high, middle)
-        low = tl.where(before, middle + 1, low)
-    tl.store(pairs_before_ptr + at, low * rows, mask=inside)
+    tl.store(pairs_before_ptr + at, count_below(number_ptr, at, pairs, steps, inside) * rows, mask=inside)
     key = tl.load(bounds_k_ptr + at % count, mask=inside, other=0)
     tl.store(keys_before_ptr + at, tl.where(at < none, at // count * total_k + key, none // count * total_k), mask=inside)
 

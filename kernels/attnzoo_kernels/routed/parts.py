@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.launch import block_width, next_power_of_2, on_device_of
 from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units
+from attnzoo_kernels._triton.tiles import load_rows_at, store_rows_at
 
 BLOCK_ROWS = 16
 NUMBERS = ["tokens", "heads", "rows", "slots"]
@@ -38,9 +39,7 @@ def _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS: tl.cons
 @triton.jit
 def gather_tile(ptr, stride_row, stride_head, token, head, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[rows, BLOCK_WIDTH] of tokens and heads [rows] of a tensor (tokens, heads, width), in its dtype."""
-    column = tl.arange(0, BLOCK_WIDTH)
-    pointers = ptr + token.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
-    return tl.load(pointers[:, None] + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return load_rows_at(ptr + token.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head, inside, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit
@@ -52,14 +51,12 @@ def gather_rows(ptr, strides, row, inside, heads, WIDTH: tl.constexpr, BLOCK_WID
 @triton.jit
 def load_tile(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[BLOCK_ROWS, BLOCK_WIDTH] in float32."""
-    column = tl.arange(0, BLOCK_WIDTH)
-    return tl.load(ptr + row[:, None] * WIDTH + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+    return load_rows_at(ptr + row * WIDTH, inside, WIDTH, BLOCK_WIDTH).to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    column = tl.arange(0, BLOCK_WIDTH)
-    tl.store(ptr + row[:, None] * WIDTH + column[None, :], tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
+    store_rows_at(ptr + row * WIDTH, tile, inside, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"],
