@@ -72,6 +72,12 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
 
 
 @triton.jit
+def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """(accumulator, row maxima, row sums) of a softmax that has no key yet."""
+    return tl.zeros([ROWS, WIDTH], tl.float32), tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
 def softmax_state(sink, shape):
     """The state of forward_step before the first key. sink: the attention sink's score, which has no value; -inf if there is none."""
     row_max = tl.zeros([shape.BLOCK_M], tl.float32) + sink
@@ -87,14 +93,23 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_first_operand(q_rows, row, shape, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr):
+    """A tile of queries, [BLOCK_M, BLOCK_D]. Q_REGISTERS: it is an operand in registers, not in shared memory. Q_SELECT: it passes through
+    a select on its way there."""
+    q = load_rows(q_rows, row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA or Q_SELECT, shape.TMA)
+    if shape.TMA and Q_REGISTERS and not Q_SELECT:
+        q = in_registers(q)
+    return q
+
+
+@triton.jit
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
             LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
             MORE: tl.constexpr = None, CHECKED: tl.constexpr = True, RESIDUAL: tl.constexpr = False, residual_ptr=None):
     """The whole program for one tile of queries. LOOPS(x, own) returns forward_step's last state. The program stores O, the LSE and the
     statistics for the backward.
 
-    Q_REGISTERS: the queries are an operand in registers, not in shared memory. Q_SELECT: they pass through a select instruction on their
-        way to registers.
+    Q_REGISTERS, Q_SELECT: see load_first_operand.
     STATISTICS: False for a rule whose weights depend on one score each, such as a sigmoid. Rows are then not divided by their sums, and
         only O is stored.
     MORE(place, own, rows): a term of all scores of a row that SCORE left out; it is added to the LSE of the rows [BLOCK_M].
@@ -107,10 +122,7 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
     PRECISION: tl.constexpr = shape.PRECISION
     q_rows = own_rows(queries, place, shape.TMA)
     k_rows, v_rows = key_rows(keys, values, place, group, shape.TMA)
-    # [BLOCK_M, BLOCK_D]
-    q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA or Q_SELECT, shape.TMA)
-    if shape.TMA and Q_REGISTERS and not Q_SELECT:
-        q = in_registers(q)
+    q = load_first_operand(q_rows, place.row, shape, Q_REGISTERS, Q_SELECT)
     i = place.row + tl.arange(0, shape.BLOCK_M)[:, None]
     acc, row_max, row_sum = LOOPS(QueryTile(q, None, None, k_rows, v_rows, place, i, unit, shape, False), own)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnzoo_kernels._triton.call import Layout, layout
-from attnzoo_kernels._triton.forward import forward_step, scored
+from attnzoo_kernels._triton.forward import empty_softmax, forward_step, scored
 from attnzoo_kernels._triton.launch import (
     Launch,
     architecture,
@@ -25,9 +25,9 @@ from attnzoo_kernels._triton.launch import (
 from attnzoo_kernels._triton.mainloop import QueryTile, range_loop, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.scores import modified_scores
-from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, rescaled, softmax_step, softmax_weights
-from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_rows
-from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
+from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, rescaled, softmax_weights
+from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_rows, load_rows_at, store_rows_at
+from attnzoo_kernels.decode.shares import add_parts, find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import decode_tile
 
 MERGED = 16384  # floats of partial results that the second kernel reads at once
@@ -82,6 +82,7 @@ def load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W
         page = tl.load(pages.table + (place // own.PAGE).to(tl.int32), mask=inside, other=-1)
         row = page.to(tl.int64) * pages.stride_page + (place % own.PAGE).to(tl.int64) * pages.stride_row
     inside = inside & (page >= 0) & (page < pages.n_pages)
+    # added up in another order, pointers into pages of less than a tile take more instructions
     tile = tl.load(pages.source + row[:, None] + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
     return _widened(own, tile)
 
@@ -152,8 +153,7 @@ def _in_float16(x):
 @triton.jit
 def _load_queries(rows, real, scale, k_source, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """(queries of a tile, [BLOCK_M, BLOCK_D], the scale of their scores)."""
-    columns = tl.arange(0, BLOCK_D)
-    q = tl.load(rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+    q = load_rows_at(rows, real, HEAD_DIM, BLOCK_D)
     if k_source.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         # e4m3 becomes float16 by fewer instructions than bfloat16; a power of two keeps the queries in the range of float16
         q, less = _in_float16(q)
@@ -200,12 +200,10 @@ def _lse_places(sequence, i, head, queries, heads):
 def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, queries, heads, VALUE_DIM: tl.constexpr,
                   BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Stores output and LSE of the rows (query i, head), from their accumulator, maximum and sum."""
-    columns = tl.arange(0, BLOCK_DV)
     divisor = tl.broadcast_to(tl.where(row_sum > 0, row_sum, 1.0)[:, None], acc.shape)
     result = tl.div_rn(acc, divisor) if PRECISION == "ieee" else acc / divisor
     index = _places(seq, i, head, queries, heads)
-    tl.store(out_ptr + index[:, None] * VALUE_DIM + columns[None, :], result.to(out_ptr.dtype.element_ty),
-             mask=real[:, None] & (columns < VALUE_DIM)[None, :])
+    store_rows_at(out_ptr + index * VALUE_DIM, result, real, VALUE_DIM, BLOCK_DV)
     lse_index = _lse_places(seq, i, head, queries, heads)
     tl.store(lse_ptr + lse_index, log_sum_exp(row_max, row_sum, PRECISION == "ieee"), mask=real)
 
@@ -285,8 +283,7 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             lse_index = _lse_places(seq, i, head, seqlen_q, heads)
             row_max = tl.maximum(row_max, tl.load(prefix_lse + lse_index, mask=found, other=-float("inf")))
             index = _places(seq, i, head, seqlen_q, heads)
-            acc = tl.load(prefix_out + index[:, None] * VALUE_DIM + value_columns[None, :],
-                          mask=found[:, None] & (value_columns < VALUE_DIM)[None, :], other=0.0)
+            acc = load_rows_at(prefix_out + index * VALUE_DIM, found, VALUE_DIM, BLOCK_DV)
         if HAS_SINKS or skips is not None:
             row_max = in_units(row_max, PRECISION == "ieee")
         row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
@@ -370,26 +367,19 @@ def _merge_piece(first, last, acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, 
     columns = tl.arange(0, BLOCK_DV)
     lanes = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     row, real = _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M, QUERIES)
-    row_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    state = empty_softmax(BLOCK_R, BLOCK_DV)
     for start in range(first, last + 1, BLOCK_S):
         program = start + tl.arange(0, BLOCK_S)
         slot = 2 * program + tl.where(program == first, inside, 0)
         # [BLOCK_R, BLOCK_S]
         there = real[:, None] & (program <= last)[None, :]
         index = tl.cast(slot, tl.int64)[None, :] * BLOCK_M + lanes[:, None]
-        maxima = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
-        sums = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
         # [BLOCK_R, BLOCK_S, BLOCK_DV]
-        values = tl.load(acc_ptr + index[:, :, None] * BLOCK_DV + columns[None, None, :], mask=there[:, :, None], other=0.0)
-        weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, PRECISION == "ieee")
-        row_sum = row_sum * rescale + tl.sum(weights * sums, 1)
-        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+        at = index[:, :, None] * BLOCK_DV + columns[None, None, :]
+        state = add_parts(state, stats_ptr + 2 * index, stats_ptr + 2 * index + 1, acc_ptr + at, there, PRECISION == "ieee")
     head = piece // parts * group + row % group
     sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
-    _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM, BLOCK_DV,
-                  PRECISION)
+    _store_result(*state, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM, BLOCK_DV, PRECISION)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "parts", "blocks"], do_not_specialize_on_alignment=["leaders", "counts"])

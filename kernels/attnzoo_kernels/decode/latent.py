@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnzoo_kernels._triton.call import Layout, layout
-from attnzoo_kernels._triton.forward import normalised
+from attnzoo_kernels._triton.forward import empty_softmax, normalised
 from attnzoo_kernels._triton.launch import (
     SEQUENCE_END,
     Launch,
@@ -28,9 +28,9 @@ from attnzoo_kernels._triton.launch import (
     tma_takes_layout,
 )
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_step
-from attnzoo_kernels._triton.tiles import BY_SEQUENCE, Operand, head_rows, load_rows
+from attnzoo_kernels._triton.tiles import BY_SEQUENCE, Operand, head_rows, load_rows, load_rows_at
 from attnzoo_kernels.decode.forward import Pages, load_pages, overlaps
-from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
+from attnzoo_kernels.decode.shares import add_parts, find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import latent_tile
 
 COLUMNS = 128  # columns of a row that a program of the second kernel merges
@@ -102,12 +102,11 @@ def latent_split_kernel(q_ptr, latents_source, rest_source, acc_ptr, stats_ptr, 
         end = tl.minimum(tiles, begin + end_unit - unit)
         q_rows = q_ptr + (tl.cast(seq, tl.int64) * rows + part * BLOCK_M) * HEAD_DIM + lanes * HEAD_DIM
         # [BLOCK_M, BLOCK_DV]
-        q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < VALUE_DIM)[None, :], other=0.0)
+        q = load_rows_at(q_rows, real, VALUE_DIM, BLOCK_DV)
         latent_rows = _rows_of(latents_source, block_table, seq, length, max_len, n_pages, stride_cb, stride_cs, stride_table, PAGE, TMA)
         if REST:
-            others = tl.arange(0, BLOCK_REST)
             # [BLOCK_M, BLOCK_REST]
-            q_rest = tl.load(q_rows[:, None] + VALUE_DIM + others[None, :], mask=real[:, None] & (others < REST)[None, :], other=0.0)
+            q_rest = load_rows_at(q_rows + VALUE_DIM, real, REST, BLOCK_REST)
             rest_rows = _rows_of(rest_source, block_table, seq, length, max_len, n_pages, stride_cb, stride_cs, stride_table, PAGE, TMA)
         # the end of the keys that a row sees
         seen = tl.zeros([BLOCK_M], tl.int32) + length
@@ -161,22 +160,17 @@ def latent_merge_kernel(acc_ptr, stats_ptr, programs_ptr, out_ptr, lse_ptr, batc
     first = tl.load(programs_ptr + 2 * seq)
     last = tl.load(programs_ptr + 2 * seq + 1)
     lane = row % BLOCK_M
-    row_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    state = empty_softmax(BLOCK_R, BLOCK_C)
     for start in range(first, last + 1, BLOCK_S):
         program = start + tl.arange(0, BLOCK_S)
         # [BLOCK_R, BLOCK_S]
         there = real[:, None] & (program <= last)[None, :]
         slot = ((row // BLOCK_M * (shares + batch) + seq)[:, None] + program[None, :]).to(tl.int64) * BLOCK_M
-        maxima = tl.load(stats_ptr + 2 * slot + lane[:, None], mask=there, other=-float("inf"))
-        sums = tl.load(stats_ptr + 2 * slot + BLOCK_M + lane[:, None], mask=there, other=0.0)
         # [BLOCK_R, BLOCK_S, BLOCK_C]
         at = (slot + lane[:, None])[:, :, None] * BLOCK_DV + columns[None, None, :]
-        values = tl.load(acc_ptr + at, mask=there[:, :, None], other=0.0)
-        weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, EXACT)
-        row_sum = row_sum * rescale + tl.sum(weights * sums, 1)
-        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+        maxima = stats_ptr + 2 * slot + lane[:, None]
+        state = add_parts(state, maxima, maxima + BLOCK_M, acc_ptr + at, there, EXACT)
+    acc, row_max, row_sum = state
     index = tl.cast(seq, tl.int64) * rows + row
     tl.store(out_ptr + index[:, None] * VALUE_DIM + columns[None, :], normalised(acc, row_sum, 1.0, PRECISION).to(out_ptr.dtype.element_ty),
              mask=real[:, None] & (columns < VALUE_DIM)[None, :])

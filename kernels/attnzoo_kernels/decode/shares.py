@@ -13,6 +13,8 @@ program's first).
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._triton.softmax import softmax_step
+
 LANES = tl.constexpr(32)  # sequences at a time: a sum over one warp's lanes needs no barrier
 
 
@@ -58,3 +60,16 @@ def find_sequence(cache_seqlens, tile, batch, max_len, seqlen_q, window_left, BL
         sequence += tl.sum(lies_before.to(tl.int32), 0)
         before += tl.sum(tl.where(lies_before, tiles, 0), 0)
     return sequence, before
+
+
+@triton.jit
+def add_parts(state, maxima_ptr, sums_ptr, values_ptr, there, EXACT: tl.constexpr):
+    """The state (accumulator [R, W], row maxima, row sums) after S partial results were added to it. Pointers to theirs are [R, S], and
+    [R, S, W] for accumulators."""
+    acc, row_max, row_sum = state
+    maxima = tl.load(maxima_ptr, mask=there, other=-float("inf"))
+    sums = tl.load(sums_ptr, mask=there, other=0.0)
+    values = tl.load(values_ptr, mask=there[:, :, None], other=0.0)
+    weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, EXACT)
+    acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+    return acc, row_max, row_sum * rescale + tl.sum(weights * sums, 1)

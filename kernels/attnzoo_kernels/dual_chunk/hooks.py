@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._triton.forward import load_first_operand
 from attnzoo_kernels._triton.mainloop import QueryTile, range_loop
-from attnzoo_kernels._triton.tiles import head_rows, load_rows
+from attnzoo_kernels._triton.tiles import head_rows
 from attnzoo_kernels.dual_chunk.chunks import chunks_apart, key_copy, query_copy, relation_range
 
 
@@ -69,8 +70,7 @@ def relation_loops(STEP: tl.constexpr, state, x, own, relation, Q_SELECT: tl.con
     begin, full_end, end = key_bounds(relation, own, x.place, x.shape.BLOCK_N)
     q_rows = head_rows(own.queries, query_copy(relation) * own.batches + x.place.batch, x.place.head, x.place.first, x.place.length,
                        x.shape.TMA)
-    # [BLOCK_M, BLOCK_D]; the select passes q through registers, where it stays
-    q = load_rows(q_rows, x.place.row, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, not x.shape.TMA or Q_SELECT, x.shape.TMA)
+    q = load_first_operand(q_rows, x.place.row, x.shape, False, Q_SELECT)
     k_rows = head_rows(own.keys, key_copy(relation) * own.batches + x.place.batch, x.place.head // own.group, x.place.other_first,
                        x.place.other_length, x.shape.TMA)
     position = own.position + tl.arange(0, x.shape.BLOCK_M)

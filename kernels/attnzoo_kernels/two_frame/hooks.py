@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._triton.forward import load_first_operand
 from attnzoo_kernels._triton.mainloop import QueryTile, key_loops
 from attnzoo_kernels._triton.masks import Window
-from attnzoo_kernels._triton.tiles import Place, Rows, head_rows, in_registers, load_rows
+from attnzoo_kernels._triton.tiles import Place, Rows, head_rows
 
 
 class Frames(NamedTuple):
@@ -49,10 +50,7 @@ def frame_loops(STEP: tl.constexpr, state, x, own, frame, SHORT_TAIL: tl.constex
     right = tl.where(far, x.place.other_length - length - own.near_keys, 0)
     q_rows = head_rows(own.queries, x.place.batch, 2 * x.place.head + frame, x.place.first, x.place.length, x.shape.TMA)
     k_rows = head_rows(own.keys, x.place.batch, x.place.head // own.group * 2 + frame, x.place.other_first, length, x.shape.TMA)
-    # [BLOCK_M, BLOCK_D]
-    q = load_rows(q_rows, x.place.row, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, not x.shape.TMA or own.Q_SELECT, x.shape.TMA)
-    if x.shape.TMA and own.Q_REGISTERS and not own.Q_SELECT:
-        q = in_registers(q)
+    q = load_first_operand(q_rows, x.place.row, x.shape, own.Q_REGISTERS, own.Q_SELECT)
     v = x.value_rows
     return key_loops(
         STEP, state,
