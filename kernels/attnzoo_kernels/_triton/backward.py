@@ -12,7 +12,17 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.forward import products_only
-from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats, load_gradients, load_keys, load_query_rows, load_values, masked
+from attnzoo_kernels._triton.mainloop import (
+    KeyTile,
+    QueryTile,
+    RowStats,
+    load_gradients,
+    load_keys,
+    load_query_rows,
+    load_values,
+    masked,
+    window_seen,
+)
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
 from attnzoo_kernels._triton.tiles import (
     in_registers,
@@ -106,7 +116,7 @@ def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DE
 
 
 @triton.jit
-def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
+def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr = window_seen,
             SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
             GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, SUMS: tl.constexpr = no_sums):
     """Adds one tile of keys to the state: (dQ without the softmax scale [BLOCK_M, BLOCK_D], exact_delta [BLOCK_M]).

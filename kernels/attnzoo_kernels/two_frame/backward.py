@@ -14,10 +14,10 @@ from torch import Tensor
 from attnzoo_kernels._triton.backward import STATS_BLOCK, add_members, backward_dq, dkdv_step, dq_step
 from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
-from attnzoo_kernels._triton.mainloop import load_query_rows, query_loops, window_seen, window_seen_transposed
+from attnzoo_kernels._triton.mainloop import load_query_rows, query_loops, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import in_units
-from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_own, program_tile, store_own, store_rows
+from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_own, other_rows, program_tile, store_own, store_rows
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 from attnzoo_kernels.two_frame.hooks import Frames, frame_loops
 from attnzoo_kernels.two_frame.options import Options
@@ -26,15 +26,10 @@ SCALARS = ["near_keys", "far_keys", "n_seqs", "seqlen_q", "seqlen_k", "heads", "
 
 
 @triton.jit
-def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return dq_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen)
-
-
-@triton.jit
 def _dq_loops(state, x, own):
     dq, exact_delta = state
     for near in range(2):
-        dq, exact_delta = frame_loops(_dq_step, (tl.zeros_like(dq), exact_delta), x, own, 1 - near, False)
+        dq, exact_delta = frame_loops(dq_step, (tl.zeros_like(dq), exact_delta), x, own, 1 - near, False)
         rows = head_rows(own.gradient, x.place.batch, 2 * x.place.head + 1 - near, x.place.first, x.place.length, False)
         store_rows(rows, dq * own.softmax_scale, x.place.row, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D)
     return dq, exact_delta
@@ -81,8 +76,7 @@ class Queries(NamedTuple):
 @triton.jit
 def _load_frame(x, own, at, GUARD: tl.constexpr):
     """LOAD_Q: the queries of the frame."""
-    rows = head_rows(own.operand, x.place.batch, 2 * x.head + own.frame, x.place.other_first, x.place.other_length, x.shape.TMA)
-    return load_query_rows(x, rows, at, GUARD)
+    return load_query_rows(x, other_rows(own.operand, x.place, 2 * x.head + own.frame, x.shape.TMA), at, GUARD)
 
 
 @triton.jit
