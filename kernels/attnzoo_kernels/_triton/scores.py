@@ -24,6 +24,15 @@ def score_unit(scale, softcap, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 
 
 @triton.jit
+def load_slope(given, sequence, head):
+    """The slope of a head of a sequence, zero without ALiBi, from a struct with HAS_ALIBI, alibi_slopes, stride_slopes and n_seqs."""
+    slope = 0.0
+    if given.HAS_ALIBI:
+        slope = tl.load(given.alibi_slopes + tl.minimum(sequence, given.n_seqs - 1) * given.stride_slopes + head).to(tl.float32)
+    return slope
+
+
+@triton.jit
 def alibi(i, j, shift, reference, slope, unit, ONE_SIDED: tl.constexpr, EXACT: tl.constexpr):
     """ALiBi's bias, slope * |i + shift - j| with shift = len_k - len_q, which is subtracted from the scores: (bias by element, in `unit`;
     row_bias, in the softmax's units). i and j broadcast to the tile.

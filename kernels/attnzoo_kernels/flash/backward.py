@@ -14,7 +14,7 @@ from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import load_range_stats, range_seen, range_seen_transposed
-from attnzoo_kernels._triton.scores import score_unit
+from attnzoo_kernels._triton.scores import load_slope, score_unit
 from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile, row_places
 from attnzoo_kernels.flash.hooks import (
     Loaded,
@@ -27,7 +27,6 @@ from attnzoo_kernels.flash.hooks import (
     last_query,
     load_key_bias,
     load_seed,
-    load_slope,
     modified,
     modified_transposed,
     queries_bias,

@@ -14,7 +14,7 @@ from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on
 from attnzoo_kernels._triton.mainloop import key_loops, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import range_seen
-from attnzoo_kernels._triton.scores import score_unit
+from attnzoo_kernels._triton.scores import load_slope, score_unit
 from attnzoo_kernels._triton.softmax import in_units
 from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile
 from attnzoo_kernels.dropout import drop_threshold
@@ -26,7 +26,6 @@ from attnzoo_kernels.flash.hooks import (
     keys_bias,
     load_key_bias,
     load_seed,
-    load_slope,
     modified,
     queries_distance,
     rows_more,

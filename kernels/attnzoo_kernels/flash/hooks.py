@@ -89,14 +89,6 @@ class Loaded(NamedTuple):
 
 
 @triton.jit
-def load_slope(m, sequence, head):
-    slope = 0.0
-    if m.HAS_ALIBI:
-        slope = tl.load(m.alibi_slopes + tl.minimum(sequence, m.n_seqs - 1) * m.stride_slopes + head).to(tl.float32)
-    return slope
-
-
-@triton.jit
 def _parts(m, source, j, len_k):
     """c of the keys j, in two float32 parts; zeros for keys that do not exist."""
     inside = (j >= 0) & (j < len_k)

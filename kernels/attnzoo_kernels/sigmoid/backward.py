@@ -12,6 +12,7 @@ from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_b
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.scores import load_slope
 from attnzoo_kernels._triton.softmax import in_units
 from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
@@ -22,7 +23,6 @@ from attnzoo_kernels.sigmoid.hooks import (
     biased_transposed,
     hardware_sigmoid,
     load_bias,
-    load_slope,
     no_stats,
     sigmoid,
     sigmoid_gradient,

@@ -12,10 +12,11 @@ from attnzoo_kernels._triton.forward import forward, forward_step
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import key_loops, window_seen
 from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.scores import load_slope
 from attnzoo_kernels._triton.softmax import in_units
 from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile
 from attnzoo_kernels.flash.tiles import forward_tile
-from attnzoo_kernels.sigmoid.hooks import Given, Loaded, biased, hardware_sigmoid_forward, load_bias, load_slope, sigmoid_forward
+from attnzoo_kernels.sigmoid.hooks import Given, Loaded, biased, hardware_sigmoid_forward, load_bias, sigmoid_forward
 from attnzoo_kernels.sigmoid.options import Options
 
 

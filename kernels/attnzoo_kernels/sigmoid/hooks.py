@@ -89,14 +89,6 @@ def load_bias(given, len_k, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_slope(given, sequence, head):
-    slope = 0.0
-    if given.HAS_ALIBI:
-        slope = tl.load(given.alibi_slopes + tl.minimum(sequence, given.n_seqs - 1) * given.stride_slopes + head).to(tl.float32)
-    return slope
-
-
-@triton.jit
 def _biased(products, i, j, shift, unit, own, EXACT: tl.constexpr):
     scores = products * unit
     if own.given.HAS_ALIBI:
