@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.launch import Launch
 from attnzoo_kernels._triton.masks import Window
-from attnzoo_kernels._triton.ranges import UNLIMITED, WIDTH, load_range
+from attnzoo_kernels._triton.ranges import UNLIMITED, WIDTH, load_range, queries_seeing_keys
 from attnzoo_kernels._triton.search import count_below
 
 LANES = tl.constexpr(512)  # tiles of keys that a program looks at at a time
@@ -41,11 +41,7 @@ def _touching(table, entry, keys):
 def _steps(table, entry, keys, window, KEYS: tl.constexpr, ROWS: tl.constexpr):
     """How many tiles of ROWS queries see, in an entry's range, the KEYS keys from `keys` on; 0 where entry < 0."""
     r = load_range(table, tl.maximum(entry, 0), window, True)
-    shift = r.length - r.other_length
-    first = tl.maximum(keys - r.first, 0)
-    last = tl.minimum(keys + KEYS - r.first, r.length) - 1
-    begin = tl.maximum(first - shift - r.right, 0)
-    end = tl.minimum(r.other_length, last - shift + r.left + 1)
+    begin, end, _, _ = queries_seeing_keys(r, keys, KEYS)
     steps = (r.other_first + end + ROWS - 1) // ROWS - (r.other_first + begin) // ROWS
     return tl.where((entry >= 0) & (end > begin), steps, 0)
 

@@ -72,6 +72,17 @@ def load_range(table, entry, window, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def queries_seeing_keys(of, key, KEYS: tl.constexpr):
+    """(begin, end, first, last) of the queries of a Range by keys: begin .. end see some of the KEYS keys from `key` on; first and last
+    stand at the first and the last of these that is in the range. Gluon's kernels call this, too."""
+    shift = of.length - of.other_length
+    first = tl.maximum(key - of.first, 0)
+    last = tl.minimum(key + KEYS - of.first, of.length) - 1
+    begin = tl.maximum(first - shift - of.right, 0)
+    return begin, tl.minimum(of.other_length, last - shift + of.left + 1), first - shift, last - shift
+
+
+@triton.jit
 def source_at(rows, first, TMA: tl.constexpr):
     """The source of a head's Rows; a pointer is moved to the first row of a range."""
     moved = rows.source

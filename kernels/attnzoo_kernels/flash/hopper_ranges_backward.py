@@ -23,6 +23,7 @@ from attnzoo_kernels._gluon.ranges import UNLIMITED, WIDTH, Table, load_range, t
 from attnzoo_kernels._gluon.tiles import by_groups
 from attnzoo_kernels._triton.launch import L2_GROUP, multiprocessors, on_device_of
 from attnzoo_kernels._triton.range_order import divided_tiles, launch_order, parts_of
+from attnzoo_kernels._triton.ranges import queries_seeing_keys
 from attnzoo_kernels.flash import hopper_backward
 from attnzoo_kernels.flash.options import Options
 
@@ -53,14 +54,10 @@ def queries_of(table, entry, key, ROWS: gl.constexpr):
     """(range, begin, full_begin, full_end, end): an entry's range, and the tiles of queries that see the KEYS keys from `key` on in it. The
     tiles are counted over all queries. Those before full_begin and those from full_end on need a mask."""
     r = load_range(table, entry, True)
-    shift = r.length - r.other_length
-    first = gl.maximum(key - r.first, 0)
-    last = gl.minimum(key + KEYS - r.first, r.length) - 1
-    begin = gl.maximum(first - shift - r.right, 0)
-    end = gl.minimum(r.other_length, last - shift + r.left + 1)
+    begin, end, first, last = queries_seeing_keys(r, key, KEYS)
     some = end > begin
-    full_begin = r.other_first + gl.maximum(last - shift - r.right, 0)
-    full_end = r.other_first + gl.minimum(r.other_length, first - shift + r.left + 1)
+    full_begin = r.other_first + gl.maximum(last - r.right, 0)
+    full_end = r.other_first + gl.minimum(r.other_length, first + r.left + 1)
     begin = (r.other_first + begin) // ROWS
     end = gl.where(some, (r.other_first + end + ROWS - 1) // ROWS, begin)
     whole = (key >= r.first) & (key + KEYS <= r.first + r.length)
