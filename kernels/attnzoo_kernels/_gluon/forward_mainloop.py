@@ -176,6 +176,13 @@ def first_step(q, slot, masked, column, span, scale, program, config):
 
 
 @gluon.jit
+def await_early_keys(step, last_step, program, config):
+    """Under K_BEFORE_PV, waits for the keys of a step before last_step, if it is one, ahead of the product with the values before it."""
+    if config.K_BEFORE_PV:
+        await_stage(program.bars.k_full, step, config.STAGES, last_step)
+
+
+@gluon.jit
 def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False,
                 FREE: gl.constexpr = False, tile_bias=None):
     """Step s of a mainloop: (weights, acc, row_max, partial sums).
@@ -213,8 +220,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
                                                             tile_bias)
     else:
         weights = config.WEIGHTS(scores, where, program, config)
-    if config.K_BEFORE_PV:  # fault 4: the spin loop of this wait keeps the exponentials above the wait for the product
-        await_stage(bars.k_full, s + 1, config.STAGES, last_step)
+    await_early_keys(s + 1, last_step, program, config)  # fault 4: its spin loop keeps the exponentials above the wait for the product
     acc = warpgroup_mma_wait(0, deps=(acc_pending,))
     if config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
@@ -262,7 +268,9 @@ def last_product(p, acc, last_step, program, config):
 
 @gluon.jit
 def last_sums(p, acc, row_max, row_sum, last_step, scale, program, config):
-    """What a mainloop returns: (accumulator with last_product in flight, row_max in base 2, row_sum)."""
+    """What a mainloop returns: (accumulator with last_product in flight, row_max in base 2, row_sum). p: of its last step."""
+    if two_loops(config):
+        p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), program.tiles.k.dtype)
     acc_pending = last_product(p, acc, last_step, program, config)
     if config.WEIGHTS is None:
         row_max = row_max * scale
@@ -279,7 +287,7 @@ def attend(q, span, step, program, config, q_empty=None):
     Returns (accumulator with the last product still in flight, row_max in base 2, row_sum, next step); row_max and row_sum mean nothing
     under WEIGHTS. The caller waits for the product and, unless JOINT_RELEASE, releases the last values.
     """
-    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
+    bars, scale = program.bars, program.rows.scale
     column = config.COLUMN(span.end - 1, span, True, program, config)
     slot = await_stage(bars.k_full, step, config.STAGES)
     masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
@@ -287,8 +295,7 @@ def attend(q, span, step, program, config, q_empty=None):
     step += 1
 
     last_step = step + span.end - 1 - span.begin
-    if config.K_BEFORE_PV:
-        await_stage(bars.k_full, step, config.STAGES, last_step)
+    await_early_keys(step, last_step, program, config)
     second = last_step
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:
@@ -303,8 +310,6 @@ def attend(q, span, step, program, config, q_empty=None):
                                             program, config)
     if q_empty is not None:
         mbarrier.arrive(q_empty, count=1)
-    if two_loops(config):
-        p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), tiles.k.dtype)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
     return acc_pending, row_max, row_sum, last_step
 
@@ -357,8 +362,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
     ends = ENDS(end, step, span, program, config)
     last_step = ends[len(ends) - 1]
     step += 1
-    if config.K_BEFORE_PV:
-        await_stage(bars.k_full, step, config.STAGES, last_step)
+    await_early_keys(step, last_step, program, config)
     for n in range(len(ends)):
         stop = _nth(ends, n)
         if (n > 0) & (stop > step):

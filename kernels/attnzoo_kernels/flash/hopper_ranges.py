@@ -17,12 +17,20 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_steps, await_queries, between, first_step, hand_on, last_sums, rows_and_columns
+from attnzoo_kernels._gluon.forward_mainloop import (
+    attend_steps,
+    await_early_keys,
+    await_queries,
+    between,
+    first_step,
+    hand_on,
+    last_sums,
+    rows_and_columns,
+)
 from attnzoo_kernels._gluon.forward_producer import Keys, load_piece, start_at, stop
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
-from attnzoo_kernels._gluon.softmax import unpacked
 from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
 from attnzoo_kernels._triton.call import Layout, layout, outputs
@@ -215,8 +223,7 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     more = 1
     while more != 0:
         stop = step + end - begin
-        if config.K_BEFORE_PV:
-            await_stage(program.bars.k_full, step, config.STAGES, stop)
+        await_early_keys(step, stop, program, config)
         free = stop
         if config.FREE_FROM is not None:
             free = gl.minimum(gl.maximum(config.FREE_FROM(stop, (begin, seen), program, config), step), stop)
@@ -230,8 +237,6 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
             more = 1
     if not config.Q_IN_REGISTERS:
         mbarrier.arrive(program.bars.q_empty.index(at), count=1)
-    if config.FREE_FROM is not None:
-        p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), program.tiles.k.dtype)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, step, scale, program, config)
     return acc_pending, row_max, row_sum, step, q_step
 
