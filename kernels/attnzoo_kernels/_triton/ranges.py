@@ -72,14 +72,14 @@ def load_range(table, entry, window, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def queries_seeing_keys(of, key, KEYS: tl.constexpr):
-    """(begin, end, first, last) of the queries of a Range by keys: begin .. end see some of the KEYS keys from `key` on; first and last
-    stand at the first and the last of these that is in the range. Gluon's kernels call this, too."""
-    shift = of.length - of.other_length
-    first = tl.maximum(key - of.first, 0)
-    last = tl.minimum(key + KEYS - of.first, of.length) - 1
-    begin = tl.maximum(first - shift - of.right, 0)
-    return begin, tl.minimum(of.other_length, last - shift + of.left + 1), first - shift, last - shift
+def queries_seeing_keys(r, key, KEYS: tl.constexpr):
+    """(begin, end, first, last), of the queries of a Range by keys. The queries begin .. end see some of the KEYS keys from `key` on. The
+    queries first and last stand at the first and the last of these keys that the range has. Gluon's kernels call this, too."""
+    shift = r.length - r.other_length
+    first = tl.maximum(key - r.first, 0)
+    last = tl.minimum(key + KEYS - r.first, r.length) - 1
+    begin = tl.maximum(first - shift - r.right, 0)
+    return begin, tl.minimum(r.other_length, last - shift + r.left + 1), first - shift, last - shift
 
 
 @triton.jit
