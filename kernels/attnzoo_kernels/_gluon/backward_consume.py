@@ -5,7 +5,7 @@ the rings of shared memory. In the functions below,
     at          is the number of the first step of a tile of keys
     bounds      are (begin, full_begin, full_end, end): the tiles of queries that see it, as in KeyTile
     low, high   are the first and the last query that sees each of a consumer's keys
-    of_tile     is what OF_TILE returned for the tile of keys, `head` what HEAD returned for a query head
+    tile_params is what TILE_PARAMS returned for the tile of keys, `head` what HEAD_PARAMS returned for a query head
 """
 
 from typing import Any, NamedTuple
@@ -62,46 +62,46 @@ def store_dk(grads, buffer, dk, batch, kv_head, first_k, key, len_k, c):
 
 
 @gluon.jit
-def end_tile(work, bars, slot, NUMBERED: gl.constexpr = False):
+def end_tile(work, bars, slot, NEEDS_NUMBER: gl.constexpr = False):
     """Releases K, V and the tile's slot. Returns what storing the tile needs: (batch, key head, first key, where the sequence's keys begin,
-    how many keys the sequence has, the tile's number if NUMBERED)."""
+    how many keys the sequence has, the tile's number if NEEDS_NUMBER)."""
     mbarrier.arrive(bars.kv_empty, count=1)
     batch, kv_head = word(work, slot, "batch"), word(work, slot, "kv_head")
     key, first_k, len_k = word(work, slot, "key"), word(work, slot, "first_k"), word(work, slot, "len_k")
     number = 0
-    if NUMBERED:
+    if NEEDS_NUMBER:
         number = word(work, slot, "number")
     mbarrier.arrive(bars.work_empty.index(slot), count=1)
     return batch, kv_head, key, first_k, len_k, number
 
 
 @gluon.jit
-def all_queries(of_tile, smem, slot, member, bounds):
+def all_queries(tile_params, smem, slot, member, bounds):
     """BOUNDS: (begin, full_begin, full_end, end) of a query head's steps; those before full_begin and from full_end on need a mask."""
     return bounds
 
 
 @gluon.jit
-def same_tile(of_tile, bars, step, n, c):
-    """ROW_TILE: the tile of queries of the n-th step is the n-th one."""
+def same_tile(tile_params, bars, step, n, c):
+    """QUERY_TILE: the tile of queries of the n-th step is the n-th one."""
     return n
 
 
 @gluon.jit
 def pair_start(own, smem, slot, c):
-    """START: (dK, dV), zeros."""
+    """INIT_GRADS: (dK, dV), zeros."""
     dk = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
     return dk, gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
 
 
 @gluon.jit
-def scale_of_head(scale, of_tile, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
-    """HEAD: the scale that brings scores to base 2."""
+def scale_of_head(scale, tile_params, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD_PARAMS: the scale that brings scores to base 2."""
     return scale
 
 
 @gluon.jit
-def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, head, c, ME: gl.constexpr):
+def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, tile_params, smem, bars, dq_desc, head, c, ME: gl.constexpr):
     """The steps of one query head, in segments with a mask and without. Each step hands on its part of dQ.
 
     sums: what STEP updates and returns. before: what is added to the number of a tile of queries to get the number of its step. dq_tile:
@@ -110,12 +110,12 @@ def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, sm
     ROWS: gl.constexpr = c.ROWS
     for segment in gl.static_range(1 if c.LISTED else 0, 3 if c.LISTED or c.HAS_LEFT else 2):
         for i in range(bounds[segment], bounds[segment + 1]):
-            j = c.ROW_TILE(of_tile, bars, before + i, i, c)
+            j = c.QUERY_TILE(tile_params, bars, before + i, i, c)
             made = dq_tile + j
             if c.DQ_LAGS:
                 made = gl.where(i > bounds[0], dq_tile + j, dq_end) - 1
             if not c.DQ_WARP:
-                made += c.BUFFER(of_tile, j, c)
+                made += c.DQ_BUFFER(tile_params, j, c)
             sums = c.STEP(sums, smem, bars, dq_desc, made, before + i, before + i > at, head, low - j * ROWS, high - j * ROWS, c, ME,
                           segment != 1)
     return sums
@@ -131,23 +131,23 @@ def hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME: gl.constexpr):
 
 
 @gluon.jit
-def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: the steps of all query heads of a group. With NO_SUMS, each head has sums of its own beside `state`."""
+def pair_mainloop(state, at, bounds, low, high, tile_params, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: the steps of all query heads of a group. With INIT_SUMS, each head has sums of its own beside `state`."""
     dq_tile = word(smem.work, slot, "dq_tile")
     before = at - bounds[0]
     dq_end = dq_tile  # the end of the dQ tiles made so far
     for member in range(problem.group):
-        of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
-        head = c.HEAD(scale, of_tile, smem, slot, member, dq_tile, problem, c, ME)
+        head_bounds = c.BOUNDS(tile_params, smem, slot, member, bounds)
+        head = c.HEAD_PARAMS(scale, tile_params, smem, slot, member, dq_tile, problem, c, ME)
         sums = state
-        if c.NO_SUMS is not None:
-            sums = state + (c.NO_SUMS(),)
-        sums = head_steps(sums, at, before, of_head, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, head, c, ME)
-        if c.NO_SUMS is not None:
-            c.STORE_SUMS(sums[len(state)], head, of_head, c, ME)
+        if c.INIT_SUMS is not None:
+            sums = state + (c.INIT_SUMS(),)
+        sums = head_steps(sums, at, before, head_bounds, dq_tile, dq_end, low, high, tile_params, smem, bars, dq_desc, head, c, ME)
+        if c.INIT_SUMS is not None:
+            c.STORE_SUMS(sums[len(state)], head, head_bounds, c, ME)
         state = sums[:len(state)]
-        before += of_head[3] - of_head[0]
-        dq_end = dq_tile + of_head[3]
+        before += head_bounds[3] - head_bounds[0]
+        dq_end = dq_tile + head_bounds[3]
         dq_tile += problem.head_tiles
     hand_on_last_dq(at, before + bounds[0], dq_end, smem, bars, dq_desc, c, ME)
     return state, before + bounds[0]
@@ -155,7 +155,7 @@ def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_de
 
 @gluon.jit
 def pair_store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE: dK and dV. The sum of dV may go through memory from one launch to the next: see Gradients."""
+    """STORE_GRADS: dK and dV. The sum of dV may go through memory from one launch to the next: see Gradients."""
     dk, dv = state
     if grads.dv_from is not None:
         dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, product_layout(c.VALUE_WIDTH))
@@ -178,15 +178,15 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl
     while more != 0:
         seen = seen_by(work, slot)
         bounds = seen.begin, seen.full_begin, seen.full_end, seen.end
-        of_tile = c.OF_TILE(own, seen.key, seen.len_q, seen.len_k, c)
+        tile_params = c.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, c)
         low, high = first_and_last_query(seen.key + ME * HALF, seen.len_q, seen.len_k, problem.window_left, problem.window_right, c,
                                          product_layout(c.ROWS))
-        state = c.START(own, smem, slot, c)
+        state = c.INIT_GRADS(own, smem, slot, c)
         mbarrier.wait(bars.k_full, taken & 1)
         mbarrier.wait(bars.v_full, taken & 1)
-        state, at = c.MAINLOOP(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME)
-        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, c.NUMBERED or grads.dv_from is not None)
-        c.STORE(grads, own, smem.out.index(ME), state, dk_scale, batch, kv_head, first_k, key + ME * HALF, len_k, number, c, ME)
+        state, at = c.MAINLOOP(state, at, bounds, low, high, tile_params, slot, smem, bars, dq_desc, problem, scale, c, ME)
+        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, c.NEEDS_NUMBER or grads.dv_from is not None)
+        c.STORE_GRADS(grads, own, smem.out.index(ME), state, dk_scale, batch, kv_head, first_k, key + ME * HALF, len_k, number, c, ME)
         taken += 1
         slot, more = await_tile(work, bars.work_full, taken)
     tma.store_wait(0)

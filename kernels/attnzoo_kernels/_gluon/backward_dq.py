@@ -125,25 +125,25 @@ def _pass_turn(semaphore):
 
 
 @gluon.jit
-def first_buffer(of_tile, j, c):
-    """BUFFER: the offset, in tiles, from a tile's place in the first buffer of dQ to its place in the buffer of the j-th query tile."""
+def first_buffer(tile_params, j, c):
+    """DQ_BUFFER: the offset, in tiles, from a tile's place in the first buffer of dQ to its place in the buffer of the j-th query tile."""
     return 0
 
 
 @gluon.jit
-def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, window_right, c):
+def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, tile_params, window_right, c):
     """Adds both halves of the j-th query tile's dQ to tile number `tile` in global memory, by TMA.
 
-    ORDERED: key tiles add one after the other, as dq_semaphore says. The first one overwrites what is there, unless dQ was CLEARED.
+    ORDERED: key tiles add one after the other, as dq_semaphore says. The first one overwrites what is there, unless DQ_CLEARED.
     """
     SIZE: gl.constexpr = c.DQ_ROWS * c.WIDTH
     now = 0
     mine = 1
     if c.ORDERED:
         now = gl.load(dq_semaphore + tile, volatile=True)
-        if not c.CLEARED:
+        if not c.DQ_CLEARED:
             mine = turn_of(j, seen.key, seen.len_q, seen.len_k, window_right, c)
-    dq_tile = tile + c.BUFFER(of_tile, j, c)
+    dq_tile = tile + c.DQ_BUFFER(tile_params, j, c)
     for half in gl.static_range(2):
         mbarrier.wait(bars.dq_full.index(half), step & 1)
         if c.ORDERED and half == 0:
@@ -161,13 +161,13 @@ def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, wi
 
 
 @gluon.jit
-def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c):
+def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, c):
     """DQ_STEPS: adds dQ of those query tiles of all heads that see the keys. first: the first tile of dQ of the group's first head. Returns
     the next step."""
     tile = first + seen.begin
     for _ in range(problem.group):
         for j in range(seen.tiles):
-            add_tile(dq_desc, dq_semaphore, smem, bars, tile, seen.begin + j, step, seen, of_tile, problem.window_right, c)
+            add_tile(dq_desc, dq_semaphore, smem, bars, tile, seen.begin + j, step, seen, tile_params, problem.window_right, c)
             tile += 1
             step += 1
         tile += problem.head_tiles - seen.tiles
@@ -184,8 +184,8 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
         seen = seen_by(smem.work, slot)
         first = word(smem.work, slot, "dq_tile")
         mbarrier.arrive(bars.work_empty.index(slot), count=1)
-        of_tile = c.OF_TILE(own, seen.key, seen.len_q, seen.len_k, c)
-        step = c.DQ_STEPS(dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c)
+        tile_params = c.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, c)
+        step = c.DQ_STEPS(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, c)
         taken += 1
         slot, more = await_tile(smem.work, bars.work_full, taken)
     tma.store_wait(0)

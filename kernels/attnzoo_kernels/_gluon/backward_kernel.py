@@ -46,42 +46,44 @@ class Config:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     ORDERED: gl.constexpr  # dQ is added up in a fixed order, by semaphores
-    CLEARED: gl.constexpr  # dQ was set to zero before the launch, although ORDERED
+    DQ_CLEARED: gl.constexpr  # dQ was set to zero before the launch, although ORDERED
     DQ_WARP: gl.constexpr  # a warp of its own adds dQ to memory
     DQ_LAGS: gl.constexpr  # dQ is made one step late, so that a consumer need not wait for the other's dS of the same step
     LISTED: gl.constexpr  # the steps of a tile are a list of query tiles, in which those that need no mask come first
     OPTIONS: gl.constexpr  # a variant's own constants
-    NUMBERED: gl.constexpr  # STORE needs the number of the tile; may be left out
-    OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k, c) -> of_tile: what the hooks below get for a tile of keys
-    TILE: gl.constexpr = next_key_tile  # (problem, own, c): takes the next tile of keys from the counter
-    BOUNDS: gl.constexpr = all_queries  # (of_tile, smem, slot, member, bounds) -> the segments of a query head's steps
-    LOAD_STEPS: gl.constexpr = all_steps  # (of_tile, tile, member) -> (first step, end, state): the steps that are loaded for a query head
-    LOAD_NEXT: gl.constexpr = next_step  # (of_tile, state, n) -> (tile of queries, state): which one the next step loads
-    ROW_TILE: gl.constexpr = same_tile  # (of_tile, bars, step, n, c) -> the tile of queries that a consumer's step works on
-    LOAD_Q: gl.constexpr = load_queries  # (operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL, c):
-    # loads what a step needs
+    NEEDS_NUMBER: gl.constexpr  # STORE_GRADS needs the number of the tile; may be left out
+    TILE_PARAMS: gl.constexpr = same_for_all  # (own, key, len_q, len_k, c) -> the variant's parameters for a tile of keys, which the
+    # hooks below get
+    NEXT_TILE: gl.constexpr = next_key_tile  # (problem, own, c): takes the next tile of keys from the counter
+    BOUNDS: gl.constexpr = all_queries  # (tile_params, smem, slot, member, bounds) -> the segments of a query head's steps
+    LOADED_STEPS: gl.constexpr = all_steps  # (tile_params, tile, member) -> (first step, end, state): the steps that are
+    # loaded for a query head
+    NEXT_QUERIES: gl.constexpr = next_step  # (tile_params, state, n) -> (tile of queries, state): which one the next step loads
+    QUERY_TILE: gl.constexpr = same_tile  # (tile_params, bars, step, n, c) -> the tile of queries that a consumer's step works on
+    LOAD_Q: gl.constexpr = load_queries  # (operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile,
+    # IN_TAIL, c): loads what a step needs
     LOAD_K: gl.constexpr = load_keys  # (operands, smem, bars, batch, kv_head, key): loads a tile of keys and values
-    START: gl.constexpr = pair_start  # (own, smem, slot, c) -> a consumer's sums before a tile of keys
-    MAINLOOP: gl.constexpr = pair_mainloop  # (state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME) ->
-    # (state, next step): the steps of a tile
+    INIT_GRADS: gl.constexpr = pair_start  # (own, smem, slot, c) -> a consumer's sums of dK and dV, zeros, before a tile of keys
+    MAINLOOP: gl.constexpr = pair_mainloop  # (state, at, bounds, low, high, tile_params, slot, smem, bars, dq_desc, problem, scale,
+    # c, ME) -> (state, next step): the steps of a tile
     STEP: gl.constexpr = pair_step  # (sums, smem, bars, dq_desc, dq_tile, step, some, head, low, high, c, ME, MASKED) -> sums: what a
     # consumer does with a step. The hooks up to STORE_SUMS are those of pair_mainloop and pair_step
-    HEAD: gl.constexpr = scale_of_head  # (scale, of_tile, smem, slot, member, dq_tile, problem, c, ME) -> what the hooks of a query head's
-    # steps get as `head`
-    EARLY: gl.constexpr  # (tile of dQ, head, c) -> what WEIGHTS and END_SUMS need from global memory, loaded before the products; may be
-    # left out; not with DQ_LAGS
-    WEIGHTS: gl.constexpr = softmax_weights  # (scores, early, smem, stage, head, low, high, c, MASKED) -> a step's weights
+    HEAD_PARAMS: gl.constexpr = scale_of_head  # (scale, tile_params, smem, slot, member, dq_tile, problem, c, ME) -> the
+    # variant's parameters for a query head: `head_params` of the hooks of its steps
+    STEP_PARAMS: gl.constexpr  # (tile of dQ, head, c) -> the variant's parameters for a step: what WEIGHTS and END_SUMS need from global
+    # memory, loaded before the products; may be left out; not with DQ_LAGS
+    WEIGHTS: gl.constexpr = softmax_weights  # (scores, step_params, smem, stage, head, low, high, c, MASKED) -> a step's weights
     GRADIENT: gl.constexpr = softmax_gradient  # (weights, their gradients, smem, stage, c) -> the gradients of the scores
-    NO_SUMS: gl.constexpr  # () -> the variant's sums of dS before a query head's steps; may be left out; not with DQ_LAGS
-    KEEP: gl.constexpr  # (dS, smem, c, ME): stores what else the products of START_SUMS read; may be left out
+    INIT_SUMS: gl.constexpr  # () -> the variant's sums of dS, zeros, before a query head's steps; may be left out; not with DQ_LAGS
+    STORE_DS: gl.constexpr  # (dS, smem, c, ME): stores what else the products of START_SUMS read; may be left out
     START_SUMS: gl.constexpr  # (sums, dS in shared memory, head, smem, c, ME) -> a tuple of products in flight, of this consumer's dS
-    END_SUMS: gl.constexpr  # (the products, early, head, tile of dQ, c) -> the sums, while the product for dK runs
+    END_SUMS: gl.constexpr  # (the products, step_params, head, tile of dQ, c) -> the sums, while the product for dK runs
     STORE_SUMS: gl.constexpr  # (sums, head, bounds, c, ME): after a query head's steps
-    STORE: gl.constexpr = pair_store  # (grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME): stores
-    # the sums
-    DQ_STEPS: gl.constexpr = add_heads  # (dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c) -> next step: what the
-    # warp of DQ_WARP does for one tile of keys
-    BUFFER: gl.constexpr = first_buffer  # (of_tile, j, c) -> which buffer of dQ a step adds to
+    STORE_GRADS: gl.constexpr = pair_store  # (grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME):
+    # stores the sums
+    DQ_STEPS: gl.constexpr = add_heads  # (dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, c) -> next step:
+    # what the warp of DQ_WARP does for one tile of keys
+    DQ_BUFFER: gl.constexpr = first_buffer  # (tile_params, j, c) -> which buffer of dQ a step adds to
 
 
 @gluon.jit(do_not_specialize=["own_1", "own_2", "own_3", "own_4", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k",
@@ -94,15 +96,15 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
                     VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                     ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                     REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LISTED: gl.constexpr = False, OPTIONS: gl.constexpr = None,
-                    NUMBERED: gl.constexpr = None, OWN: gl.constexpr = None, COLUMNS: gl.constexpr = None,
-                    OF_TILE: gl.constexpr = same_for_all, TILE: gl.constexpr = next_key_tile,
-                    BOUNDS: gl.constexpr = all_queries, LOAD_STEPS: gl.constexpr = all_steps,
-                    LOAD_NEXT: gl.constexpr = next_step, ROW_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
-                    START: gl.constexpr = pair_start, MAINLOOP: gl.constexpr = pair_mainloop, HEAD: gl.constexpr = scale_of_head,
-                    EARLY: gl.constexpr = None, WEIGHTS: gl.constexpr = softmax_weights, GRADIENT: gl.constexpr = softmax_gradient,
-                    NO_SUMS: gl.constexpr = None, KEEP: gl.constexpr = None, START_SUMS: gl.constexpr = None,
-                    END_SUMS: gl.constexpr = None, STORE_SUMS: gl.constexpr = None, STORE: gl.constexpr = pair_store,
-                    DQ_STEPS: gl.constexpr = add_heads):
+                    NEEDS_NUMBER: gl.constexpr = None, OWN: gl.constexpr = None, COLUMNS: gl.constexpr = None,
+                    TILE_PARAMS: gl.constexpr = same_for_all, NEXT_TILE: gl.constexpr = next_key_tile,
+                    BOUNDS: gl.constexpr = all_queries, LOADED_STEPS: gl.constexpr = all_steps,
+                    NEXT_QUERIES: gl.constexpr = next_step, QUERY_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
+                    INIT_GRADS: gl.constexpr = pair_start, MAINLOOP: gl.constexpr = pair_mainloop,
+                    HEAD_PARAMS: gl.constexpr = scale_of_head, STEP_PARAMS: gl.constexpr = None, WEIGHTS: gl.constexpr = softmax_weights,
+                    GRADIENT: gl.constexpr = softmax_gradient, INIT_SUMS: gl.constexpr = None, STORE_DS: gl.constexpr = None,
+                    START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, STORE_SUMS: gl.constexpr = None,
+                    STORE_GRADS: gl.constexpr = pair_store, DQ_STEPS: gl.constexpr = add_heads):
     """dv_from and dv_to are those of `Gradients`, for launches that add up dV, or None. stats_desc is None where rows have no statistics.
 
     OWN turns the arguments that begin with own_ into `own`, which the variant's other hooks get. COLUMNS gives, from `own`, the shared
@@ -112,10 +114,11 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
                       window_left, window_right)
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS, LISTED=LISTED,
-               OPTIONS=OPTIONS, NUMBERED=NUMBERED, OF_TILE=OF_TILE, TILE=TILE, BOUNDS=BOUNDS, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT,
-               ROW_TILE=ROW_TILE, LOAD_Q=LOAD_Q, START=START, MAINLOOP=MAINLOOP, HEAD=HEAD, EARLY=EARLY, WEIGHTS=WEIGHTS,
-               GRADIENT=GRADIENT, NO_SUMS=NO_SUMS, KEEP=KEEP, START_SUMS=START_SUMS, END_SUMS=END_SUMS, STORE_SUMS=STORE_SUMS,
-               STORE=STORE, DQ_STEPS=DQ_STEPS)
+               OPTIONS=OPTIONS, NEEDS_NUMBER=NEEDS_NUMBER, TILE_PARAMS=TILE_PARAMS, NEXT_TILE=NEXT_TILE, BOUNDS=BOUNDS,
+               LOADED_STEPS=LOADED_STEPS, NEXT_QUERIES=NEXT_QUERIES, QUERY_TILE=QUERY_TILE, LOAD_Q=LOAD_Q, INIT_GRADS=INIT_GRADS,
+               MAINLOOP=MAINLOOP, HEAD_PARAMS=HEAD_PARAMS, STEP_PARAMS=STEP_PARAMS, WEIGHTS=WEIGHTS, GRADIENT=GRADIENT, INIT_SUMS=INIT_SUMS,
+               STORE_DS=STORE_DS, START_SUMS=START_SUMS, END_SUMS=END_SUMS, STORE_SUMS=STORE_SUMS, STORE_GRADS=STORE_GRADS,
+               DQ_STEPS=DQ_STEPS)
     own = ()
     if COLUMNS is None:
         smem = pair_tiles(q_desc.dtype, c)

@@ -85,7 +85,7 @@ def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
 
 
 @gluon.jit
-def load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def load_queries(operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
     """LOAD_Q: loads a step's queries. j: number of their tile; IN_TAIL: they are read from the tail of a packed sequence."""
     load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
@@ -98,17 +98,17 @@ def load_keys(operands, smem, bars, batch, kv_head, key):
 
 
 @gluon.jit
-def _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
+def _load_queries(source, smem, bars, tile_params, stage, tile, sequence, first_q, head, j, stats_tile, c):
     """Calls LOAD_Q for the j-th tile of queries. A tile that crosses the end of a packed sequence is loaded from the tail, which has zeros
     after the end."""
     ROWS: gl.constexpr = c.ROWS
     if c.PACKED:
         if (j + 1) * ROWS > tile.len_q:
-            c.LOAD_Q(source.tails, source.stats, smem, bars, of_tile, stage, sequence, head, 0, j, stats_tile + j, True, c)
+            c.LOAD_Q(source.tails, source.stats, smem, bars, tile_params, stage, sequence, head, 0, j, stats_tile + j, True, c)
         else:
-            c.LOAD_Q(source.tensors, source.stats, smem, bars, of_tile, stage, 0, head, first_q + j * ROWS, j, stats_tile + j, False, c)
+            c.LOAD_Q(source.tensors, source.stats, smem, bars, tile_params, stage, 0, head, first_q + j * ROWS, j, stats_tile + j, False, c)
     else:
-        c.LOAD_Q(source.tensors, source.stats, smem, bars, of_tile, stage, tile.batch, head, j * ROWS, j, stats_tile + j, False, c)
+        c.LOAD_Q(source.tensors, source.stats, smem, bars, tile_params, stage, tile.batch, head, j * ROWS, j, stats_tile + j, False, c)
 
 
 @gluon.jit
@@ -124,14 +124,14 @@ def _load_keys(source, smem, bars, tile, sequence, taken, c):
 
 
 @gluon.jit
-def all_steps(of_tile, tile, member):
-    """LOAD_STEPS: (first step, end, state) of a query head; LOAD_NEXT gets the state."""
+def all_steps(tile_params, tile, member):
+    """LOADED_STEPS: (first step, end, state) of a query head; NEXT_QUERIES gets the state."""
     return tile.begin, tile.end, 0
 
 
 @gluon.jit
-def next_step(of_tile, state, n):
-    """LOAD_NEXT: (tile of queries of the n-th step, next state)."""
+def next_step(tile_params, state, n):
+    """NEXT_QUERIES: (tile of queries of the n-th step, next state)."""
     return n, state
 
 
@@ -143,20 +143,20 @@ def load(source, smem, bars, problem, own, c):
     more = 1
     while more != 0:
         slot = await_empty(bars.work_empty, taken, WORK)
-        tile, sequence, first_q = c.TILE(problem, own, c)
+        tile, sequence, first_q = c.NEXT_TILE(problem, own, c)
         more = tile.more
         announce(smem.work, bars.work_full, slot, tile)
         if more != 0:
-            of_tile = c.OF_TILE(own, tile.key, tile.len_q, tile.len_k, c)
+            tile_params = c.TILE_PARAMS(own, tile.key, tile.len_q, tile.len_k, c)
             stats_tile = tile.dq_tile
             loaded = 0
             for member in range(problem.group):
                 head = tile.kv_head * problem.group + member
-                begin, end, state = c.LOAD_STEPS(of_tile, tile, member)
+                begin, end, state = c.LOADED_STEPS(tile_params, tile, member)
                 for n in range(begin, end):
-                    j, state = c.LOAD_NEXT(of_tile, state, n)
+                    j, state = c.NEXT_QUERIES(tile_params, state, n)
                     stage = await_empty(bars.step_empty, step, c.STAGES)
-                    _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
+                    _load_queries(source, smem, bars, tile_params, stage, tile, sequence, first_q, head, j, stats_tile, c)
                     # keys and values have a single buffer, which is released late, so the first queries are loaded before them
                     if loaded == 0:
                         _load_keys(source, smem, bars, tile, sequence, taken, c)

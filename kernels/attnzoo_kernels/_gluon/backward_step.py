@@ -178,9 +178,9 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 
 @gluon.jit
-def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, early, head, c, ME: gl.constexpr,
+def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, step_params, head, c, ME: gl.constexpr,
              DV_PENDING: gl.constexpr):
-    """Adds a step's share to `sums`, which are dK, dV and, with NO_SUMS, the variant's own sums. Hands on this consumer's half of dQ.
+    """Adds a step's share to `sums`, which are dK, dV and, with INIT_SUMS, the variant's own sums. Hands on this consumer's half of dQ.
     Returns the sums.
 
     p: the weights in 16 bits; under DV_PENDING, their product with dO is already in flight, in dV. Under DQ_LAGS, dQ is that of the step
@@ -189,8 +189,8 @@ def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stag
     The product for dQ comes before that for dK, so that dQ is sent to memory while the tensor cores compute dK.
     """
     dk, dv = sums[0], sums[1]
-    if c.KEEP is not None:
-        c.KEEP(dscores, smem, c, ME)
+    if c.STORE_DS is not None:
+        c.STORE_DS(dscores, smem, c, ME)
     ds_slot, ds_phase = ring(step, 2)
     if c.DQ_LAGS:
         mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
@@ -203,7 +203,7 @@ def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stag
     barrier()
     release(bars.ds_full[ME].index(ds_slot))
     started = ()
-    if c.NO_SUMS is not None:
+    if c.INIT_SUMS is not None:
         started = c.START_SUMS(sums[2], smem.ds.index(ds_slot * 2 + ME), head, smem, c, ME)
     ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
     if c.DQ_LAGS:
@@ -220,8 +220,8 @@ def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stag
     else:
         hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, c, ME)
     further = ()
-    if c.NO_SUMS is not None:
-        further = (c.END_SUMS(waited[3:], early, head, dq_tile, c),)
+    if c.INIT_SUMS is not None:
+        further = (c.END_SUMS(waited[3:], step_params, head, dq_tile, c),)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
     return (dk, waited[0]) + further
@@ -235,7 +235,7 @@ def softmax_gradient(weights, dweights, smem, stage, c):
 
 
 @gluon.jit
-def softmax_weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def softmax_weights(scores, step_params, smem, stage, head, low, high, c, MASKED: gl.constexpr):
     """WEIGHTS of a softmax; `head` is the scale that brings scores to base 2."""
     return gl.exp2(base_2_scores(scores, smem, stage, head, low, high, c, MASKED))
 
@@ -243,12 +243,12 @@ def softmax_weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.c
 @gluon.jit
 def pair_step(sums, smem, bars, dq_desc, dq_tile, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: adds a step's share to the sums, and hands on dQ."""
-    early = ()
-    if c.EARLY is not None:
-        early = c.EARLY(dq_tile, head, c)
+    step_params = ()
+    if c.STEP_PARAMS is not None:
+        step_params = c.STEP_PARAMS(dq_tile, head, c)
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    weights = c.WEIGHTS(scores, early, smem, stage, head, low, high, c, MASKED)
+    weights = c.WEIGHTS(scores, step_params, smem, stage, head, low, high, c, MASKED)
     p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, sums[0].type.layout, 2))
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
     dscores = c.GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
-    return add_step(sums, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, early, head, c, ME, False)
+    return add_step(sums, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, step_params, head, c, ME, False)

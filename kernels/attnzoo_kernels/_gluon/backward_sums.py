@@ -40,7 +40,7 @@ def sum_in_flight(ds, BY_ROW: gl.constexpr, acc, ones):
 
 @gluon.jit
 def no_sums():
-    """NO_SUMS for sum_in_flight: zeros."""
+    """INIT_SUMS for sum_in_flight: zeros."""
     return gl.zeros([64, 8], gl.float32, product_layout(8))
 
 

@@ -104,7 +104,7 @@ def seen_by(work, slot):
 
 @gluon.jit
 def same_for_all(own, key, len_q, len_k, c):
-    """OF_TILE where hooks need the same for all tiles: `own`."""
+    """TILE_PARAMS where hooks need the same for all tiles: `own`."""
     return own
 
 
@@ -147,7 +147,7 @@ def first_and_last_query(key, len_q, len_k, window_left, window_right, c, layout
 
 @gluon.jit
 def next_key_tile(problem, own, c):
-    """TILE: (the next tile that has keys, its sequence, where the sequence's queries begin).
+    """NEXT_TILE: (the next tile that has keys, its sequence, where the sequence's queries begin).
 
     The dense tiles of `head_group` heads, whose queries stay in L2, are interleaved, in the order of their first keys. Under ORDERED the
     last keys come first: tiles add to dQ in that order, so that a tile only ever waits for tiles that were taken before it.

@@ -40,22 +40,22 @@ def _blocks(smem, ME: gl.constexpr):
 
 @gluon.jit
 def _start(own, smem, slot, c):
-    """START: waits until dK and dV of the tile before have been stored, because their shared memory is that of _blocks."""
+    """INIT_GRADS: waits until dK and dV of the tile before have been stored, because their shared memory is that of _blocks."""
     tma.store_wait(0)
     barrier()
     return pair_start(own, smem, slot, c)
 
 
 @gluon.jit
-def _keep(dscores, smem, c, ME: gl.constexpr):
-    """KEEP: stores a step's dS with a row for each block."""
+def _store_ds(dscores, smem, c, ME: gl.constexpr):
+    """STORE_DS: stores a step's dS with a row for each block."""
     by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, c.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
     _blocks(smem, ME).store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
 
 
 @gluon.jit
 def no_diagonals():
-    """NO_SUMS: zeros [blocks, PICKS]."""
+    """INIT_SUMS: zeros [blocks, PICKS]."""
     return gl.zeros([BLOCK * BLOCK, PICKS], gl.float32, product_layout(PICKS))
 
 
@@ -67,7 +67,7 @@ def _start_sums(sums, ds, head, smem, c, ME: gl.constexpr):
 
 
 # a variant adds END_SUMS and STORE_SUMS
-DIAGONALS = (("START", _start), ("KEEP", _keep), ("NO_SUMS", no_diagonals), ("START_SUMS", _start_sums))
+DIAGONALS = (("INIT_GRADS", _start), ("STORE_DS", _store_ds), ("INIT_SUMS", no_diagonals), ("START_SUMS", _start_sums))
 
 
 @gluon.jit

@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
     """Tiles in shared memory. With PARTS, each tile of queries or keys is PARTS tiles that hold a part of the columns each."""
 
     q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]; with PARTS, PARTS times as many
-    out: Any  # [OUTS * CONSUMERS, 64, BLOCK_DV, or a part of it]
+    out: Any  # [OUT_SLOTS * CONSUMERS, 64, BLOCK_DV, or a part of it]
     k: Any  # [STAGES, BLOCK_N, BLOCK_D]; with PARTS, PARTS times as many
     v: Any  # [STAGES, BLOCK_N, BLOCK_DV]
     work: Any  # int32 words by which the producer warp describes the next tiles to the consumers
@@ -88,7 +88,7 @@ def tiles_like(desc, COUNT: gl.constexpr):
 @gluon.constexpr_function
 def words_of(config):
     """How many int32 describe a tile to the consumers."""
-    return 3 if config.WORDS.value is None else config.WORDS.value
+    return 3 if config.TILE_WORDS.value is None else config.TILE_WORDS.value
 
 
 @gluon.jit
@@ -107,8 +107,8 @@ def allocate(descs, config):
     """(Tiles, Barriers)."""
     PARTS: gl.constexpr = 1 if config.PARTS is None else config.PARTS
     q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS * PARTS)
-    OUTS: gl.constexpr = 1 if config.OUTS is None else config.OUTS
-    out = tiles_like(descs.out, OUTS * config.CONSUMERS)
+    OUT_SLOTS: gl.constexpr = 1 if config.OUT_SLOTS is None else config.OUT_SLOTS
+    out = tiles_like(descs.out, OUT_SLOTS * config.CONSUMERS)
     k = tiles_like(descs.k, config.STAGES * PARTS)
     v = tiles_like(descs.v, config.STAGES)
     work, bars = work_and_barriers(config)

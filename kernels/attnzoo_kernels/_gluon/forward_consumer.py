@@ -12,10 +12,10 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0, more=None):
+def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0, lse_bias=None):
     """Stores the LSE and, for the backward, the maximum (+inf for a row without a key) and log2 of the sum. Returns the inverse of the sum.
 
-    row_max is in base 2. more: added to row_max in the LSE, but not in the statistics. BEFORE: how many other softmaxes have their
+    row_max is in base 2. lse_bias: added to row_max in the LSE, but not in the statistics. BEFORE: how many other softmaxes have their
     statistics before these in memory.
     """
     if BEFORE > 0:
@@ -23,7 +23,8 @@ def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr
     some = row_sum > 0
     divisor = gl.where(some, row_sum, 1.0)
     log_sum = log2(divisor)
-    gl.store(rows.lse + place, gl.where(some, ((row_max if more is None else row_max + more) + log_sum) * LN2, -float("inf")), mask=inside)
+    gl.store(rows.lse + place, gl.where(some, ((row_max if lse_bias is None else row_max + lse_bias) + log_sum) * LN2, -float("inf")),
+             mask=inside)
     gl.store(rows.stats + place, gl.where(some, row_max, float("inf")), mask=inside)
     gl.store(rows.stats + rows.stride_stats + place, log_sum, mask=inside)
     return 1.0 / divisor
@@ -40,8 +41,8 @@ def rows_before(tile, problem, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def inside(tile, span, program, config):
-    """INSIDE: (where the statistics of the rows from span.row on lie, which of these rows the sequence has)."""
+def stats_rows(tile, span, program, config):
+    """STATS_ROWS: (where the statistics of the rows from span.row on lie, which of these rows the sequence has)."""
     i = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     return rows_before(tile, program.problem, config.PACKED) + i, i < span.len_q
 
@@ -60,21 +61,21 @@ def write_span(desc, x, span, at, ME: gl.constexpr, program):
 
 
 @gluon.jit
-def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+def finish(acc, inverse, tile, span, at, epilogue_params, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """FINISH of a softmax: divides the rows by their sums and stores them."""
     if span.row < span.len_q:
         write_tile(program.descs.out, acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None], at, ME, program)
 
 
 @gluon.jit
-def finish_with_residual(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH that also stores the output's rounding error. With OUTS = 2 the error has a shared tile of its own; else it waits until TMA
-    has read the output from the only tile."""
+def finish_with_residual(acc, inverse, tile, span, at, epilogue_params, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """FINISH that also stores the output's rounding error. With OUT_SLOTS = 2 the error has a shared tile of its own; else it waits until
+    TMA has read the output from the only tile."""
     if span.row < span.len_q:
         out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
         write_tile(program.descs.out, out, at, ME, program)
         residual = out - out.to(program.tiles.out.dtype).to(gl.float32)
-        if config.OUTS is None:
+        if config.OUT_SLOTS is None:
             tma.store_wait(0)
             write_tile(program.descs.residual, residual, at, ME, program)
         else:
@@ -84,7 +85,7 @@ def finish_with_residual(acc, inverse, tile, span, at, begun, BRANCH: gl.constex
 @gluon.jit
 def _take(taken, ME: gl.constexpr, program, config):
     """Takes the next tile; with Q_IN_REGISTERS it also loads the tile's queries."""
-    tile = config.TAKE(taken, program, config)
+    tile = config.READ_TILE(taken, program, config)
     q = 0
     if config.Q_IN_REGISTERS:
         q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
@@ -100,20 +101,20 @@ def consume(program, config, ME: gl.constexpr):
     tile, q = _take(taken, ME, program, config)
     while tile.sequence >= 0:
         span = config.SPAN(tile, ME, taken, program, config)
-        begun = 0
-        if config.BEGIN is not None:
-            begun = config.BEGIN(tile, span, program, config)
+        epilogue_params = 0
+        if config.EPILOGUE_PARAMS is not None:
+            epilogue_params = config.EPILOGUE_PARAMS(tile, span, program, config)
         for BRANCH in gl.static_range(config.BRANCHES):
             step = hand_on(program.bars, step, span.loaded_end - span.end, config)
             acc_pending, row_max, row_sum, step, q_step = config.MAINLOOP(q, tile, span, taken, step, q_step, BRANCH, ME, program, config)
             inverse = 0
             if config.WEIGHTS is None:
-                row, there = config.INSIDE(tile, span, program, config)
-                if config.JOIN is not None:
-                    row_max, row_sum, factor = config.JOIN(row_max, row_sum, begun, program, config)
+                row, there = config.STATS_ROWS(tile, span, program, config)
+                if config.ADD_SINK is not None:
+                    row_max, row_sum, factor = config.ADD_SINK(row_max, row_sum, epilogue_params, program, config)
                 inverse = store_statistics(program.rows, row, there, row_max, row_sum, config.BRANCHES - 1 - BRANCH,
-                                           None if config.MORE is None else config.MORE(tile, span, program, config))
-                if config.JOIN is not None:
+                                           None if config.LSE_BIAS is None else config.LSE_BIAS(tile, span, program, config))
+                if config.ADD_SINK is not None:
                     inverse = inverse * factor
             at = place(tile.sequence, tile.head, tile.first_q, span.row, span.len_q, config.PACKED)
             done = tile
@@ -124,7 +125,7 @@ def consume(program, config, ME: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=(acc_pending,))
             if not config.JOINT_RELEASE:
                 release(program.bars.v_empty.index((step - 1) % config.STAGES))
-            config.FINISH(acc, inverse, done, span, at, begun, BRANCH, ME, program, config)
+            config.FINISH(acc, inverse, done, span, at, epilogue_params, BRANCH, ME, program, config)
             if not config.PREFETCH_TILE:
                 step = hand_on(program.bars, step, span.begin - span.loaded_begin, config)
         if not config.PREFETCH_TILE:

@@ -10,7 +10,7 @@ from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS
 from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
-from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, read_tile, span
 
 
 @gluon.jit(do_not_specialize=[*SCALARS, "own_1", "own_2"],
@@ -22,23 +22,25 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, residual_desc, lse_ptr, 
                       HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
                       K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr, EMPTY_ROWS: gl.constexpr = False,
                       HALF_TILE: gl.constexpr = False, INDEX_EARLY: gl.constexpr = False, ROW_MAX_NOT_NEGATIVE: gl.constexpr = False,
-                      PARTS: gl.constexpr = None, OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, WORDS: gl.constexpr = None,
-                      OWN: gl.constexpr = None, PRODUCE: gl.constexpr = produce_prefetched, NEXT_TILE: gl.constexpr = next_tile,
-                      LOAD_TILE: gl.constexpr = None, TAKE: gl.constexpr = take, LOADED: gl.constexpr = loaded_tiles,
-                      SPAN: gl.constexpr = span, OF_SPAN: gl.constexpr = None, BEGIN: gl.constexpr = None,
-                      MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None, LOAD_BIAS: gl.constexpr = None,
-                      KEY_BIAS: gl.constexpr = None, APART: gl.constexpr = None, FREE_FROM: gl.constexpr = None,
-                      SCORES: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
-                      MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
+                      PARTS: gl.constexpr = None, OUT_SLOTS: gl.constexpr = None, OPTIONS: gl.constexpr = None,
+                      TILE_WORDS: gl.constexpr = None, OWN: gl.constexpr = None, PRODUCE: gl.constexpr = produce_prefetched,
+                      NEXT_TILE: gl.constexpr = next_tile, LOAD_TILE: gl.constexpr = None, READ_TILE: gl.constexpr = read_tile,
+                      LOADED_TILES: gl.constexpr = loaded_tiles, SPAN: gl.constexpr = span, SPAN_PARAMS: gl.constexpr = None,
+                      EPILOGUE_PARAMS: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, ADD_SINK: gl.constexpr = None,
+                      LOAD_BIAS: gl.constexpr = None, KEY_BIAS: gl.constexpr = None, TILE_BIAS: gl.constexpr = None,
+                      UNMASKED_FROM: gl.constexpr = None, SCORE: gl.constexpr = None, MASK: gl.constexpr = mask,
+                      STEP_MASK: gl.constexpr = step_mask, LSE_BIAS: gl.constexpr = None, WEIGHTS: gl.constexpr = None,
+                      FINISH: gl.constexpr = finish):
     """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read."""
     config = Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=EMPTY_ROWS,
                     Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1 and PARTS is None, JOINT_RELEASE=JOINT_RELEASE,
                     INDEX_EARLY=INDEX_EARLY, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
-                    ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, WORDS=WORDS, OPTIONS=OPTIONS,
-                    PRODUCE=PRODUCE, NEXT_TILE=NEXT_TILE, LOAD_TILE=LOAD_TILE, TAKE=TAKE, LOADED=LOADED, SPAN=SPAN, OF_SPAN=OF_SPAN,
-                    BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, LOAD_BIAS=LOAD_BIAS, KEY_BIAS=KEY_BIAS, APART=APART, FREE_FROM=FREE_FROM,
-                    SCORES=SCORES, MASK=MASK, STEP_MASK=STEP_MASK, MORE=MORE, WEIGHTS=WEIGHTS, FINISH=FINISH)
+                    ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUT_SLOTS=OUT_SLOTS, TILE_WORDS=TILE_WORDS, OPTIONS=OPTIONS,
+                    PRODUCE=PRODUCE, NEXT_TILE=NEXT_TILE, LOAD_TILE=LOAD_TILE, READ_TILE=READ_TILE, LOADED_TILES=LOADED_TILES, SPAN=SPAN,
+                    SPAN_PARAMS=SPAN_PARAMS, EPILOGUE_PARAMS=EPILOGUE_PARAMS, MAINLOOP=MAINLOOP, ADD_SINK=ADD_SINK, LOAD_BIAS=LOAD_BIAS,
+                    KEY_BIAS=KEY_BIAS, TILE_BIAS=TILE_BIAS, UNMASKED_FROM=UNMASKED_FROM, SCORE=SCORE, MASK=MASK, STEP_MASK=STEP_MASK,
+                    LSE_BIAS=LSE_BIAS, WEIGHTS=WEIGHTS, FINISH=FINISH)
     own = ()
     if OWN is not None:
         own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2), scale, config)

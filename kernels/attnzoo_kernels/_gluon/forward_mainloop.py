@@ -108,7 +108,7 @@ def scores_in_flight(q, keys, slot, nothing, program, config):
 @gluon.constexpr_function
 def two_loops(config):
     """Whether a mainloop has two loops. The weights that one hands to the other are `packed`."""
-    return config.ROW_MAX_NOT_NEGATIVE.value or config.FREE_FROM.value is not None
+    return config.ROW_MAX_NOT_NEGATIVE.value or config.UNMASKED_FROM.value is not None
 
 
 @gluon.jit
@@ -127,11 +127,11 @@ def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, 
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
     pending = scores_in_flight(q, keys, slot, gl.zeros([ROWS, KEYS], gl.float32, scores_layout), program, config)
-    tile_bias = None if config.APART is None else config.APART(column, span, program, config)
+    tile_bias = None if config.TILE_BIAS is None else config.TILE_BIAS(column, span, program, config)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
-    if config.SCORES is not None:
-        scores = config.SCORES(scores, column, span, program, config)
+    if config.SCORE is not None:
+        scores = config.SCORE(scores, column, span, program, config)
     if masked:
         scores = config.MASK(scores, column, span, program, config)
     row_max = 0
@@ -184,12 +184,12 @@ def await_early_keys(step, last_step, program, config):
 
 @gluon.jit
 def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False,
-                FREE: gl.constexpr = False, tile_bias=None):
+                UNMASKED: gl.constexpr = False, tile_bias=None):
     """Step s of a mainloop: (weights, acc, row_max, partial sums).
 
     Two products run at once: queries times the keys of this step, and the weights `p` times the values of the step before. The softmax of
-    this step overlaps with the second product. where: says which tile of keys this is, for STEP_MASK, APART, SCORES and WEIGHTS. FREE: the
-    step needs neither STEP_MASK nor SCORES, and its APART is `tile_bias`. NOT_NEGATIVE: no row_max is negative.
+    this step overlaps with the second product. where: says which tile of keys this is, for STEP_MASK, TILE_BIAS, SCORE and WEIGHTS.
+    UNMASKED: the step needs neither STEP_MASK nor SCORE, and its TILE_BIAS is `tile_bias`. NOT_NEGATIVE: no row_max is negative.
     """
     bars, tiles = program.bars, program.tiles
     dtype: gl.constexpr = tiles.k.dtype
@@ -206,14 +206,14 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     weights = unpacked(p, weights_layout, dtype) if two_loops(config) else p
     # [ROWS, BLOCK_DV]
     acc_pending = warpgroup_mma(weights, tiles.v.index(before), acc, is_async=True)
-    if config.APART is not None and not FREE:  # from global memory, while the products run
-        tile_bias = config.APART(_column_of(where, program, config), where[2], program, config)
+    if config.TILE_BIAS is not None and not UNMASKED:  # from global memory, while the products run
+        tile_bias = config.TILE_BIAS(_column_of(where, program, config), where[2], program, config)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     if not config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
-    if config.SCORES is not None and not FREE:
-        scores = config.SCORES(scores, _column_of(where, program, config), where[2], program, config)
-    if config.MASK_IN_LOOP and not FREE:
+    if config.SCORE is not None and not UNMASKED:
+        scores = config.SCORE(scores, _column_of(where, program, config), where[2], program, config)
+    if config.MASK_IN_LOOP and not UNMASKED:
         scores = config.STEP_MASK(scores, where, program, config)
     if config.WEIGHTS is None:
         weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE,
@@ -234,15 +234,15 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
 
 @gluon.jit
 def attend_steps(q, p, acc, row_max, row_sum, first, second, stop, last_step, PLACE: gl.constexpr, place, TWO_LOOPS: gl.constexpr,
-                 NOT_NEGATIVE: gl.constexpr, FREE: gl.constexpr, tile_bias, scale, program, config):
+                 NOT_NEGATIVE: gl.constexpr, UNMASKED: gl.constexpr, tile_bias, scale, program, config):
     """Steps first .. stop of a mainloop: (weights, acc, row_max, partial sums). Under TWO_LOOPS, those from `second` on have a loop of
-    their own, for which NOT_NEGATIVE and FREE hold. PLACE(s, stop, place) gives attend_step's `where`."""
+    their own, for which NOT_NEGATIVE and UNMASKED hold. PLACE(s, stop, place) gives attend_step's `where`."""
     for s in range(first, second if TWO_LOOPS else stop):
         p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, PLACE(s, stop, place), scale, program, config)
     if TWO_LOOPS:
         for s in range(second, stop):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, PLACE(s, stop, place), scale, program, config,
-                                                   NOT_NEGATIVE, FREE, tile_bias)
+                                                   NOT_NEGATIVE, UNMASKED, tile_bias)
     return p, acc, row_max, row_sum
 
 
@@ -301,13 +301,13 @@ def attend(q, span, step, program, config, q_empty=None):
         if gl.min(row_max, 0) >= 0:
             second = step
     tile_bias = None
-    if config.FREE_FROM is not None:
-        second = gl.minimum(gl.maximum(config.FREE_FROM(last_step, span, program, config), step), last_step)
-        if config.APART is not None:
-            tile_bias = config.APART(config.COLUMN(span.begin, span, False, program, config), span, program, config)
+    if config.UNMASKED_FROM is not None:
+        second = gl.minimum(gl.maximum(config.UNMASKED_FROM(last_step, span, program, config), step), last_step)
+        if config.TILE_BIAS is not None:
+            tile_bias = config.TILE_BIAS(config.COLUMN(span.begin, span, False, program, config), span, program, config)
     p, acc, row_max, row_sum = attend_steps(q, p, acc, row_max, row_sum, step, second, last_step, last_step, _of_span, span,
-                                            two_loops(config), config.ROW_MAX_NOT_NEGATIVE, config.FREE_FROM is not None, tile_bias, scale,
-                                            program, config)
+                                            two_loops(config), config.ROW_MAX_NOT_NEGATIVE, config.UNMASKED_FROM is not None, tile_bias,
+                                            scale, program, config)
     if q_empty is not None:
         mbarrier.arrive(q_empty, count=1)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
@@ -344,15 +344,15 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 
 @gluon.jit
 def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: gl.constexpr, PLACE: gl.constexpr,
-                     ME: gl.constexpr, program, config, FREE: gl.constexpr = None):
+                     ME: gl.constexpr, program, config, UNMASKED_FROM: gl.constexpr = None):
     """A MAINLOOP over two or three segments of keys under one softmax. Each segment has its own queries, in slots that follow each other.
 
     end: the tile after the last one of the first segment, which is not empty; the mainloop begins with tile end - 1.
     FIRST(span): whether that tile needs a mask.
     ENDS(end, step, span, program, config): for each segment the step after its last one.
     PLACE(s, stop, (n, first, span)): attend_step's `where` for step s of the n-th segment, whose steps in the loop are first .. stop.
-    FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks. It leaves at least
-    one step of each segment to the loop with masks (fault 22). May be left out.
+    UNMASKED_FROM(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks. It leaves
+    at least one step of each segment to the loop with masks (fault 22). May be left out.
     """
     bars, tiles = program.bars, program.tiles
     at = await_queries(q_step, ME, program, config)
@@ -369,11 +369,11 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
             mbarrier.arrive(bars.q_empty.index(at), count=1)
             q_step += 1
             at = await_queries(q_step, ME, program, config)
-        free = stop
-        if FREE is not None:
-            free = gl.minimum(gl.maximum(FREE(n, stop, span), step), stop)
-        p, acc, row_max, row_sum = attend_steps(tiles.q.index(at), p, acc, row_max, row_sum, step, free, stop, last_step, PLACE,
-                                                (n, step, span), FREE is not None, False, True, None, scale, program, config)
+        unmasked = stop
+        if UNMASKED_FROM is not None:
+            unmasked = gl.minimum(gl.maximum(UNMASKED_FROM(n, stop, span), step), stop)
+        p, acc, row_max, row_sum = attend_steps(tiles.q.index(at), p, acc, row_max, row_sum, step, unmasked, stop, last_step, PLACE,
+                                                (n, step, span), UNMASKED_FROM is not None, False, True, None, scale, program, config)
         step = gl.maximum(step, stop)
     mbarrier.arrive(bars.q_empty.index(at), count=1)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)

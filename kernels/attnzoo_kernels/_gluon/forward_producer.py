@@ -33,7 +33,7 @@ def load_queries(desc, tile, q_step, program, config):
         mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
         row = tile.row + rows_of(c, q_step, config) * ROWS
         load_parts(desc, program.tiles.q, program.bars.q_full, at,
-                   place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED and not config.Q_PLAIN), config)
+                   place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED and not config.Q_UNGUARDED), config)
 
 
 class Keys(NamedTuple):
@@ -123,7 +123,7 @@ def produce_prefetched(program, config):
     taken = 0
     tile = start_at(gl.program_id(0), -1, program, config)
     while tile.index < problem.n_tiles:
-        begin, end = config.LOADED(tile, program, config)
+        begin, end = config.LOADED_TILES(tile, program, config)
         keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
         tile, step, taken, _ = load_piece(tile, keys, begin, end, step, taken, program, config)
     stop(tile.index, taken, program)
@@ -133,14 +133,14 @@ def produce_prefetched(program, config):
 def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, program, config):
     """Loads `tiles` tiles of keys and values, and the queries of `tile` beside the first one. Returns (step, q_step).
 
-    The first tile lies `entry` tiles after the key `first`. The next ones follow downwards, unless NEXT_ENTRY gives them.
+    The first tile lies `entry` tiles after the key `first`. The next ones follow downwards, unless NEXT_KEYS gives them.
     """
     for j in range(tiles):
         key = first + entry * config.BLOCK_N
-        if config.NEXT_ENTRY is None:
+        if config.NEXT_KEYS is None:
             entry -= 1
         else:
-            entry = config.NEXT_ENTRY(j, tile, program, config)
+            entry = config.NEXT_KEYS(j, tile, program, config)
         load_keys(k_desc, step, keys, key, program, config)
         if j == 0:
             load_queries(q_desc, tile, q_step, program, config)
@@ -153,7 +153,7 @@ def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, 
 def load_one_segment(tile, step, q_step, program, config):
     """LOAD_TILE for all keys that a tile sees. The queries are loaded after the first keys. If there is one query slot, loading them
     earlier, before the last values of the tile before, would hold these values up until the consumers release the slot."""
-    begin, end = config.LOADED(tile, program, config)
+    begin, end = config.LOADED_TILES(tile, program, config)
     keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     return load_segment(program.descs.q, program.descs.k, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)
 

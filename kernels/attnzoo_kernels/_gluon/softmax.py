@@ -79,7 +79,7 @@ def subtrahend(base, scale, tile_bias):
 @gluon.jit
 def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, NOT_NEGATIVE: gl.constexpr = False, tile_bias=None):
     """One step of the online softmax over scores [M, N] (-inf where masked); `scale` > 0 brings them to base 2. NOT_NEGATIVE: no row_max is
-    negative. tile_bias: APART's result, which is subtracted from all scores: (in base 2, in the scores' unit); None: there is none.
+    negative. tile_bias: TILE_BIAS's result, which is subtracted from all scores: (in base 2, in the scores' unit); None: there is none.
 
     Returns the weights, the new maximum (unscaled), the partial sums, and the factor for what was accumulated before.
     """

@@ -136,7 +136,7 @@ def publish(program, taken, words):
 
 
 @gluon.jit
-def take_words(taken, program, config):
+def read_words(taken, program, config):
     """Waits until the next tile is published; returns its words."""
     slot = await_full(program.bars.work_full, taken, WORK)
     words = ()
@@ -147,9 +147,9 @@ def take_words(taken, program, config):
 
 
 @gluon.jit
-def take(taken, program, config):
-    """TAKE of dense and of packed sequences. Its `own` holds the words after the first three."""
-    words = take_words(taken, program, config)
+def read_tile(taken, program, config):
+    """READ_TILE of dense and of packed sequences. Its `own` holds the words after the first three."""
+    words = read_words(taken, program, config)
     first_q, len_q, first_k, len_k = both_bounds(gl.maximum(words[0], 0), program.problem, config.PACKED)
     return Taken(words[0], words[1], words[2], first_q, len_q, first_k, len_k, words[3:])
 
@@ -166,7 +166,7 @@ def rows_of(ME: gl.constexpr, taken, config):
 
 @gluon.jit
 def loaded_tiles(tile, program, config):
-    """LOADED of a causal mask, a window, or no mask."""
+    """LOADED_TILES of a causal mask, a window, or no mask."""
     problem = program.problem
     begin, _, _, end = key_tiles(tile.row, config.CONSUMERS * ROWS, tile.len_q, tile.len_k, problem.window_left, problem.window_right,
                                  config.BLOCK_N, config.HAS_LEFT, config.HAS_RIGHT)
@@ -177,7 +177,7 @@ def loaded_tiles(tile, program, config):
 def span(tile, ME: gl.constexpr, taken, program, config):
     """SPAN of a causal mask, a window, or no mask."""
     problem, len_q, len_k = program.problem, tile.len_q, tile.len_k
-    loaded_begin, loaded_end = config.LOADED(tile, program, config)
+    loaded_begin, loaded_end = config.LOADED_TILES(tile, program, config)
     row = tile.row + rows_of(ME, taken, config) * ROWS
     begin, full_begin, full_end, end = key_tiles(row, ROWS, len_q, len_k, problem.window_left, problem.window_right, config.BLOCK_N,
                                                  config.HAS_LEFT, config.HAS_RIGHT)
@@ -187,8 +187,8 @@ def span(tile, ME: gl.constexpr, taken, program, config):
         end = gl.where(row < len_q, end, loaded_begin + 1)
         begin = loaded_begin
     own = ()
-    if config.OF_SPAN is not None:
-        own = config.OF_SPAN(tile, row, program, config)
+    if config.SPAN_PARAMS is not None:
+        own = config.SPAN_PARAMS(tile, row, program, config)
     return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end, own)
 
 

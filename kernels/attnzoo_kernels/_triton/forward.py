@@ -105,14 +105,14 @@ def load_first_operand(q_rows, row, shape, Q_REGISTERS: tl.constexpr, Q_SELECT: 
 @triton.jit
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
             LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
-            MORE: tl.constexpr = None, CHECKED: tl.constexpr = True, RESIDUAL: tl.constexpr = False, residual_ptr=None):
+            LSE_BIAS: tl.constexpr = None, CHECKED: tl.constexpr = True, RESIDUAL: tl.constexpr = False, residual_ptr=None):
     """The whole program for one tile of queries. LOOPS(x, own) returns forward_step's last state. The program stores O, the LSE and the
     statistics for the backward.
 
     Q_REGISTERS, Q_SELECT: see load_first_operand.
     STATISTICS: False for a rule whose weights depend on one score each, such as a sigmoid. Rows are then not divided by their sums, and
         only O is stored.
-    MORE(place, own, rows): a term of all scores of a row that SCORE left out; it is added to the LSE of the rows [BLOCK_M].
+    LSE_BIAS(place, own, rows): a term of all scores of a row that SCORE left out; it is added to the LSE of the rows [BLOCK_M].
     CHECKED: a program may have no tile.
     RESIDUAL: O's rounding error is stored at residual_ptr, laid out as O is.
     """
@@ -132,7 +132,7 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
     if STATISTICS:
         i, at, inside = row_places(place, place.head, seqlen_q, heads, shape.BLOCK_M, shape.PACKED)
         store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION,
-                      more=None if MORE is None else MORE(place, own, i))
+                      lse_bias=None if LSE_BIAS is None else LSE_BIAS(place, own, i))
     if RESIDUAL:
         residual = Operand(residual_ptr, out.stride_batch, out.stride_row, out.stride_head)
         store_own(residual, acc - acc.to(out.source.dtype.element_ty).to(tl.float32), place, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
@@ -140,9 +140,9 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
 
 @triton.jit
 def store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION: tl.constexpr, SAVE: tl.constexpr = True,
-                  more=None):
-    """Stores the LSE and, under SAVE, the softmax_stats of a tile's rows. more: added to row_max in the LSE only."""
-    tl.store(lse_ptr + at, log_sum_exp(row_max if more is None else row_max + more, row_sum, PRECISION == "ieee"), mask=inside)
+                  lse_bias=None):
+    """Stores the LSE and, under SAVE, the softmax_stats of a tile's rows. lse_bias: added to row_max in the LSE only."""
+    tl.store(lse_ptr + at, log_sum_exp(row_max if lse_bias is None else row_max + lse_bias, row_sum, PRECISION == "ieee"), mask=inside)
     if SAVE:
         row_max, sum_stat = softmax_stats(row_max, row_sum, PRECISION == "ieee")
         tl.store(stats_ptr + at, row_max, mask=inside)

@@ -174,16 +174,16 @@ def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, last=
 
 
 @triton.jit
-def listed_loop(STEP: tl.constexpr, TILE: tl.constexpr, state, x, own, begin, end, first_masked, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-                GUARD: tl.constexpr):
-    """Steps over the listed tiles begin .. end. TILE(own, n, MASKED) gives (position in the list, number) of the n-th tile. Under MASKED
-    "edges", tiles from first_masked on need a mask."""
-    position, tile = TILE(own, begin, MASKED)
+def listed_loop(STEP: tl.constexpr, NTH_TILE: tl.constexpr, state, x, own, begin, end, first_masked, BLOCK: tl.constexpr,
+                MASKED: tl.constexpr, GUARD: tl.constexpr):
+    """Steps over the listed tiles begin .. end. NTH_TILE(own, n, MASKED) gives (position in the list, number) of the n-th tile. Under
+    MASKED "edges", tiles from first_masked on need a mask."""
+    position, tile = NTH_TILE(own, begin, MASKED)
     for n in tl.range(begin, end):
         at = tile * BLOCK
         here = position
         # the next entry is read one step ahead, so that the tile's loads do not wait for it
-        position, tile = TILE(own, n + 1, MASKED)
+        position, tile = NTH_TILE(own, n + 1, MASKED)
         edge = False
         if MASKED == "edges":
             edge = n >= first_masked

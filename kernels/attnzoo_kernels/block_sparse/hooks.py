@@ -145,7 +145,7 @@ def seen_transposed(x, own, i, j, position):
 
 @triton.jit
 def listed(own, n, MASKED: tl.constexpr):
-    """TILE: (position in the list, number) of the n-th tile."""
+    """NTH_TILE: (position in the list, number) of the n-th tile."""
     position = masked_position(n, own.spans, own.PACKED) if MASKED == "all" else n
     return position, tl.load(own.entries + position)
 

@@ -18,7 +18,7 @@ from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, plan_for
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, take_words, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, read_words, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -74,7 +74,7 @@ def next_tile(index, program, config):
 
 @gluon.jit
 def next_entry(j, tile, program, config):
-    """NEXT_ENTRY, read one step ahead, so that the load of keys does not wait for it."""
+    """NEXT_KEYS, read one step ahead, so that the load of keys does not wait for it."""
     return gl.load(tile.own.begin + gl.maximum(tile.own.length - 2 - j, 0))
 
 
@@ -87,9 +87,9 @@ def load_tile(tile, step, q_step, program, config):
 
 
 @gluon.jit
-def take(taken, program, config):
-    """TAKE: `own` is a ToTake."""
-    batch, head, row, length, clear, column, number = take_words(taken, program, config)
+def read_tile(taken, program, config):
+    """READ_TILE: `own` is a ToTake."""
+    batch, head, row, length, clear, column, number = read_words(taken, program, config)
     begin = find_list(program.own.entries, number, program.own.width)
     return Taken(batch, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, ToTake(length, clear, column, begin))
 
@@ -121,11 +121,11 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right),
               Rows(scale, lse_ptr, stats_ptr, stride_stats), Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, WORDS=7,
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, TILE_WORDS=7,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1,
                      Q_IN_REGISTERS=True, PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False,
-                     PRODUCE=produce_segments, NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span,
-                     COLUMN=column))
+                     PRODUCE=produce_segments, NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_KEYS=next_entry, READ_TILE=read_tile,
+                     SPAN=span, COLUMN=column))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,7 +26,7 @@ class Lists(NamedTuple):
 
 @gluon.jit
 def _listed_tile(problem, lists, c):
-    """TILE: the next tile of keys, with the lengths of its list as segments of steps."""
+    """NEXT_TILE: the next tile of keys, with the lengths of its list as segments of steps."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     batch, kv_head, tile = listed_tile(index, lists.order, lists.tiles, problem.kv_heads, problem.n_tiles)
     number = batch * lists.stride_batch + kv_head * problem.group * lists.stride_head + tile
@@ -39,7 +39,7 @@ def _listed_tile(problem, lists, c):
 
 @gluon.jit
 def _steps(lists, tile, member):
-    """LOAD_STEPS: the list of the first query head's tile. The next entry is loaded one step ahead, so that the queries do not wait for
+    """LOADED_STEPS: the list of the first query head's tile. The next entry is loaded one step ahead, so that the queries do not wait for
     it."""
     entry = find_list(lists.index, tile.number, lists.width)
     return 0, tile.end, (entry, gl.load(entry))
@@ -47,7 +47,7 @@ def _steps(lists, tile, member):
 
 @gluon.jit
 def _steps_of_head(lists, tile, member):
-    """LOAD_STEPS: each query head of a group has its own list."""
+    """LOADED_STEPS: each query head of a group has its own list."""
     number = tile.number + member * lists.stride_head
     length, _ = list_lengths(lists.count, number)
     entry = find_list(lists.index, number, lists.width)
@@ -56,7 +56,7 @@ def _steps_of_head(lists, tile, member):
 
 @gluon.jit
 def _next_entry(lists, state, n):
-    """LOAD_NEXT: the state is (pointer to the next entry, its value)."""
+    """NEXT_QUERIES: the state is (pointer to the next entry, its value)."""
     entry = state[0] + 1
     return state[1], (entry, gl.load(entry))
 
@@ -76,8 +76,8 @@ def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, r
 
 
 @gluon.jit
-def _row_tile(lists, bars, step, n, c):
-    """ROW_TILE: the number that the producer warp has written to shared memory."""
+def _query_tile(lists, bars, step, n, c):
+    """QUERY_TILE: the number that the producer warp has written to shared memory."""
     stage = await_full(bars.q_full, step, c.STAGES)
     return read_word(lists.numbers.index(stage))
 
@@ -91,6 +91,6 @@ def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 def hooks(grouped: bool) -> tuple:
     """The kernel's hooks. grouped: a key head has several query heads."""
-    of_head = (("BOUNDS", _bounds_of_head), ("LOAD_STEPS", _steps_of_head)) if grouped else (("LOAD_STEPS", _steps),)
-    return (("LISTED", True), ("OWN", _own), ("TILE", _listed_tile), *of_head, ("LOAD_NEXT", _next_entry), ("ROW_TILE", _row_tile),
-            ("LOAD_Q", _load_queries))
+    of_head = (("BOUNDS", _bounds_of_head), ("LOADED_STEPS", _steps_of_head)) if grouped else (("LOADED_STEPS", _steps),)
+    return (("LISTED", True), ("OWN", _own), ("NEXT_TILE", _listed_tile), *of_head, ("NEXT_QUERIES", _next_entry),
+            ("QUERY_TILE", _query_tile), ("LOAD_Q", _load_queries))

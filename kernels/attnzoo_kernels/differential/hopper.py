@@ -57,8 +57,8 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def load_lambda(tile, span, program, config):
-    """BEGIN: loads lambda early, because global memory is slow. Where no query sees a key, as after the last packed sequence, it is
-    zero."""
+    """EPILOGUE_PARAMS: loads lambda early, because global memory is slow. Where no query sees a key, as after the last packed sequence, it
+    is zero."""
     own = program.own
     i = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     batch = tile.sequence
@@ -119,8 +119,8 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
               Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=2, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=2,
                      JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE,
-                     OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY), PRODUCE=produce_segments, LOAD_TILE=load_tile, BEGIN=load_lambda,
-                     FINISH=subtract))
+                     OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY), PRODUCE=produce_segments, LOAD_TILE=load_tile,
+                     EPILOGUE_PARAMS=load_lambda, FINISH=subtract))
 
 
 def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor) -> str | None:

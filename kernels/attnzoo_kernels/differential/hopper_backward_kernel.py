@@ -190,7 +190,7 @@ class Own(NamedTuple):
 
 @gluon.jit
 def _start(own, smem, slot, c):
-    """START: (dK1, dK2, dV, place in a branch's dQ)."""
+    """INIT_GRADS: (dK1, dK2, dV, place in a branch's dQ)."""
     dk2 = 0
     if own.dk2_desc is not None:
         dk2 = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
@@ -223,7 +223,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
 
 @gluon.jit
 def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE. grads: of the first branch and the values."""
+    """STORE_GRADS. grads: of the first branch and the values."""
     dk1, dk2, dv = state
     pair_store(grads, own, buffer, (dk1, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
     if own.dk2_desc is not None:
@@ -243,8 +243,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
                                    REGISTERS: gl.constexpr):
     """k2, dk2 and their tails are None where the branches share their keys."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, START=_start, MAINLOOP=_mainloop,
-               STORE=_store)
+               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, INIT_GRADS=_start, MAINLOOP=_mainloop,
+               STORE_GRADS=_store)
     smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, c)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(4, 2), (), (), ())
     run_pair(Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),

@@ -58,14 +58,14 @@ def several(first, COLUMNS: gl.constexpr, count):
 
 @gluon.jit
 def _near(tile, row, program, config):
-    """OF_SPAN: a Near."""
+    """SPAN_PARAMS: a Near."""
     own = program.own
     return Near(head_table(own.table, tile.head, own.count), row + (tile.len_k - tile.len_q + own.origin))
 
 
 @gluon.jit
-def _apart(column, s, program, config):
-    """APART: minus the entry that all scores of a tile take; zero if they take several."""
+def _tile_bias(column, s, program, config):
+    """TILE_BIAS: minus the entry that all scores of a tile take; zero if they take several."""
     own = program.own
     first = s.own.first - column
     bias = gl.load(s.own.entries + entry(first, own.count))
@@ -75,7 +75,7 @@ def _apart(column, s, program, config):
 
 @gluon.jit
 def _scores(scores, column, s, program, config):
-    """SCORES: with their bias, unless it is in APART."""
+    """SCORE: with their bias, unless it is in TILE_BIAS."""
     own = program.own
     first = s.own.first - column
     if several(first, config.BLOCK_N, own.count):
@@ -89,18 +89,18 @@ def _scores(scores, column, s, program, config):
 
 
 @gluon.jit
-def _free_from(last_step, s, program, config):
-    """FREE_FROM: the tiles that lie so far before the queries that all have the table's last entry, and need no mask. Tiles of keys come
-    from the last one down."""
-    free = last_step
+def _unmasked_from(last_step, s, program, config):
+    """UNMASKED_FROM: the tiles that lie so far before the queries that all have the table's last entry, and need no mask. Tiles of keys
+    come from the last one down."""
+    unmasked = last_step
     if not config.HAS_LEFT:
         key = s.own.first - (program.own.count - 1) - (config.BLOCK_N - 1)  # the last one with which a tile may begin
         tile = gl.minimum(gl.maximum(key + config.BLOCK_N, 0) // config.BLOCK_N, s.full_end) - 1
-        free = s.begin + last_step - 1 - tile
-    return free
+        unmasked = s.begin + last_step - 1 - tile
+    return unmasked
 
 
-HOOKS = (("OWN", own), ("OF_SPAN", _near), ("APART", _apart), ("SCORES", _scores), ("FREE_FROM", _free_from),
+HOOKS = (("OWN", own), ("SPAN_PARAMS", _near), ("TILE_BIAS", _tile_bias), ("SCORE", _scores), ("UNMASKED_FROM", _unmasked_from),
          ("ROW_MAX_NOT_NEGATIVE", False))
 
 

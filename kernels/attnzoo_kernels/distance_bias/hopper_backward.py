@@ -28,7 +28,7 @@ class Own(NamedTuple):
     origin: Any
 
 
-class Head(NamedTuple):
+class HeadParams(NamedTuple):
     scale: Any
     own: Any
     entries: Any  # the head's entry 0
@@ -37,7 +37,7 @@ class Head(NamedTuple):
     dq_tile: Any
 
 
-class Early(NamedTuple):
+class StepParams(NamedTuple):
     first: Any  # the entry of a step's first query; it may lie outside of the table
     biased: Any  # the step's scores take several entries
     common: Any  # the entry if they take one
@@ -55,10 +55,10 @@ def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def _end_sums(products, early, head, dq_tile, c):
+def _end_sums(products, step_params, head, dq_tile, c):
     """END_SUMS: the sums go to memory if the entries of this step and the next one are not all the same."""
     sums = products[0]
-    first, count = early.first, head.own.count
+    first, count = step_params.first, head.own.count
     if several(first, HALF, count):
         add_diagonals(sums, head.sums + first)
         sums = no_diagonals()
@@ -75,39 +75,39 @@ def _store_sums(sums, head, bounds, c, ME: gl.constexpr):
 
 
 @gluon.jit
-def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
-    """HEAD, with the query head's part of the table."""
+def _head_params(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD_PARAMS, with the query head's part of the table."""
     number = word(smem.work, slot, "kv_head") * problem.group + member
     first = word(smem.work, slot, "len_k") - word(smem.work, slot, "len_q") + own.origin - word(smem.work, slot, "key") - ME * HALF
     sums = ()
-    if c.NO_SUMS is not None:
+    if c.INIT_SUMS is not None:
         sums = head_table(own.sums, number, own.count)
-    return Head(scale, own, head_table(own.table, number, own.count), sums, first, dq_tile)
+    return HeadParams(scale, own, head_table(own.table, number, own.count), sums, first, dq_tile)
 
 
 @gluon.jit
-def _early(dq_tile, head, c):
-    """EARLY: an Early."""
+def _step_params(dq_tile, head, c):
+    """STEP_PARAMS: a StepParams."""
     first = head.first + (dq_tile - head.dq_tile) * c.ROWS
-    return Early(first, several(first, HALF, head.own.count), gl.load(head.entries + entry(first, head.own.count)))
+    return StepParams(first, several(first, HALF, head.own.count), gl.load(head.entries + entry(first, head.own.count)))
 
 
 @gluon.jit
-def _weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def _weights(scores, step_params, smem, stage, head, low, high, c, MASKED: gl.constexpr):
     """WEIGHTS, with the bias."""
     x = scores * head.scale
-    if early.biased:
+    if step_params.biased:
         key = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout)) ^ (HALF - 1)  # from the last one: XOR becomes constant offsets
         query = gl.arange(0, c.ROWS, gl.SliceLayout(0, x.type.layout))
-        x += gl.load((head.entries + (early.first - (HALF - 1)) + key)[:, None] + query[None, :])
-    common = gl.where(early.biased, 0.0, early.common)
+        x += gl.load((head.entries + (step_params.first - (HALF - 1)) + key)[:, None] + query[None, :])
+    common = gl.where(step_params.biased, 0.0, step_params.common)
     x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - common)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
     return gl.exp2(x)
 
 
-HOOKS = (("OWN", _own), ("HEAD", _head), ("EARLY", _early), ("WEIGHTS", _weights))
+HOOKS = (("OWN", _own), ("HEAD_PARAMS", _head_params), ("STEP_PARAMS", _step_params), ("WEIGHTS", _weights))
 SUMS = (*DIAGONALS, ("END_SUMS", _end_sums), ("STORE_SUMS", _store_sums))
 
 

@@ -97,15 +97,15 @@ def step_mask(scores, where, program, config):
 
 
 @gluon.jit
-def inside(tile, span, program, config):
-    """INSIDE of a tile: rows before the sequence's first row, and rows after the tile's end, do not exist."""
+def stats_rows(tile, span, program, config):
+    """STATS_ROWS of a tile: rows before the sequence's first row, and rows after the tile's end, do not exist."""
     i = gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     there = (i >= gl.maximum(-span.row, 0)) & (i < span.len_q - span.row)
     return rows_before(tile, program.problem, config.PACKED) + span.row + i, there
 
 
 @gluon.jit
-def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+def finish(acc, inverse, tile, span, at, epilogue_params, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """FINISH. Some tiles are stored without TMA: it would also write rows after a dense tile's end, and it traps on rows before row 0."""
     OPTIONS: gl.constexpr = config.OPTIONS
     out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]).to(program.tiles.out.dtype)
@@ -139,9 +139,10 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
               Rows(1.0, lse_ptr, stats_ptr, stride_stats), Own(chunk, near, batches, out_ptr, stride_os, stride_oh),
               Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     BRANCHES=1, MASK_IN_LOOP=SEAMS, Q_SLOTS=Q_SLOTS, Q_PLAIN=True, INDEX_EARLY=True, K_BEFORE_PV=K_BEFORE_PV,
+                     BRANCHES=1, MASK_IN_LOOP=SEAMS, Q_SLOTS=Q_SLOTS, Q_UNGUARDED=True, INDEX_EARLY=True, K_BEFORE_PV=K_BEFORE_PV,
                      OPTIONS=OwnConfig(VALUE_DIM=VALUE_DIM, SEAMS=SEAMS, PARTIAL=PARTIAL), PRODUCE=produce_segments, NEXT_TILE=next_tile,
-                     LOAD_TILE=load_tile, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=finish))
+                     LOAD_TILE=load_tile, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask, STATS_ROWS=stats_rows,
+                     FINISH=finish))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,28 +26,28 @@ class Stages(NamedTuple):
 
 @gluon.jit
 def _stages_of_tile(own, key, len_q, len_k, c):
-    """OF_TILE: `own` is (chunk, near, batches of a copy, tiles of a buffer)."""
+    """TILE_PARAMS: `own` is (chunk, near, batches of a copy, tiles of a buffer)."""
     first = ((key // own[0] + 1) * own[0] - (len_k - len_q)) // c.ROWS
     return Stages(first, first + (own[1] + c.ROWS - 1) // c.ROWS, own[2], own[3])
 
 
 @gluon.jit
-def _stage(of_tile, j):
-    return (j >= of_tile.first).to(gl.int32) + (j >= of_tile.second).to(gl.int32)
+def _stage(tile_params, j):
+    return (j >= tile_params.first).to(gl.int32) + (j >= tile_params.second).to(gl.int32)
 
 
 @gluon.jit
-def _buffer(of_tile, j, c):
-    """BUFFER: that of the stage."""
-    return _stage(of_tile, j) * of_tile.buffer
+def _buffer(tile_params, j, c):
+    """DQ_BUFFER: that of the stage."""
+    return _stage(tile_params, j) * tile_params.buffer
 
 
 @gluon.jit
-def _load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def _load_queries(operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
     """LOAD_Q: of the copy for the stage. A copy of packed sequences is one batch, one of their ends is not."""
-    copy = _stage(of_tile, j)
+    copy = _stage(tile_params, j)
     if IN_TAIL or not c.PACKED:
-        copy *= of_tile.copy
+        copy *= tile_params.copy
     load_step(operands, stats_desc, smem, bars, stage, copy + batch, batch, head, row, stats_tile)
 
 
@@ -67,5 +67,5 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                    Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                            0, 0), (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS, LOAD_REGISTERS,
                    Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-                          PACKED=PACKED, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-                          OF_TILE=_stages_of_tile, LOAD_Q=_load_queries, BUFFER=_buffer))
+                          PACKED=PACKED, HAS_RIGHT=True, ORDERED=ORDERED, DQ_CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+                          TILE_PARAMS=_stages_of_tile, LOAD_Q=_load_queries, DQ_BUFFER=_buffer))

@@ -28,7 +28,7 @@ from attnzoo_kernels.flash.hooks import (
     load_seed,
     modified,
     queries_distance,
-    rows_more,
+    rows_lse_bias,
 )
 from attnzoo_kernels.flash.options import NO_DISTANCE_BIAS, NO_KEY_BIAS, DistanceBias, KeyBias, Options
 from attnzoo_kernels.flash.ranges import walk_keys
@@ -100,7 +100,8 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, n_distances=n_distances,
                       origin=origin, HAS_DISTANCES=HAS_DISTANCES), seqlen_q, heads, group,
             Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _loops, Q_REGISTERS, Q_SELECT,
-            MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED, RESIDUAL=RESIDUAL, residual_ptr=residual)
+            LSE_BIAS=rows_lse_bias if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED, RESIDUAL=RESIDUAL,
+            residual_ptr=residual)
 
 
 def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:

@@ -146,8 +146,8 @@ def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constex
 
 
 @triton.jit
-def rows_more(place, m, rows):
-    """MORE of the forward: c of the queries, relative to the start of their block. The scores of a row all lack it."""
+def rows_lse_bias(place, m, rows):
+    """LSE_BIAS of the forward: c of the queries, relative to the start of their block. The scores of a row all lack it."""
     return tl.load(m.key_bias + _blocks_before(m, place, place.first, place.head, True) * BLOCK + rows)
 
 

@@ -38,15 +38,15 @@ def own_sinks(tensors, numbers, scale, config):
 
 @gluon.jit
 def load_sink(tile, span, program, config):
-    """BEGIN: the head's sink in base 2; -inf for rows after the last sequence, which have none."""
+    """EPILOGUE_PARAMS: the head's sink in base 2; -inf for rows after the last sequence, which have none."""
     there = tile.sequence < program.problem.n_seqs
     return gl.load(program.own + tile.head, mask=there, other=-float("inf")) * LOG2E
 
 
 @gluon.jit
-def join_sink(row_max, row_sum, sink, program, config):
-    """JOIN: adds the sink to the row maxima and sums, as the score of a key without a value. The output must be multiplied by `factor`. It
-    is zero in a row whose sink is far larger than its scores; such a row still has statistics."""
+def add_sink(row_max, row_sum, sink, program, config):
+    """ADD_SINK: adds the sink to the row maxima and sums, as the score of a key without a value. The output must be multiplied by `factor`.
+    It is zero in a row whose sink is far larger than its scores; such a row still has statistics."""
     new_max = gl.maximum(row_max, sink)
     base = gl.where(new_max == -float("inf"), 0.0, new_max)
     factor = gl.exp2(row_max - base)
@@ -63,8 +63,8 @@ class Rule(NamedTuple):
 
 
 SOFTMAX = Rule()
-SINKS = Rule((("OWN", own_sinks), ("BEGIN", load_sink), ("JOIN", join_sink)))
-RESIDUAL = {"FINISH": finish_with_residual, "OUTS": 2}
+SINKS = Rule((("OWN", own_sinks), ("EPILOGUE_PARAMS", load_sink), ("ADD_SINK", add_sink)))
+RESIDUAL = {"FINISH": finish_with_residual, "OUT_SLOTS": 2}
 IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # hooks for tiles with `part`
 
 
@@ -87,7 +87,7 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_r
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
     own = dict(rule.constants)
-    changed_in_loop = mask_in_loop or "SCORES" in own
+    changed_in_loop = mask_in_loop or "SCORE" in own
     half_tile = options.causal and tile.part is None and takes_half_tile(tile, width, value_width, length, changed_in_loop)
     constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile,
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}

@@ -31,11 +31,11 @@ from attnzoo_kernels._gluon.forward_producer import Keys, load_piece, start_at, 
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, read_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.flash.hopper import LOG2E, join_sink
+from attnzoo_kernels.flash.hopper import LOG2E, add_sink
 from attnzoo_kernels.flash.options import Options
 from attnzoo_kernels.flash.tiles import hopper_range_tile
 
@@ -93,7 +93,7 @@ def next_tile(index, program, config):
 
 @gluon.jit
 def load_sink(tile, span, program, config):
-    """BEGIN: the head's sink in base 2."""
+    """EPILOGUE_PARAMS: the head's sink in base 2."""
     return gl.load(program.own.sinks + tile.head) * LOG2E
 
 
@@ -125,9 +125,9 @@ def produce(program, config):
 
 
 @gluon.jit
-def take(taken, program, config):
-    """TAKE: `own` is (first entry, next entry)."""
-    sequence, head, row, entry, following = take_words(taken, program, config)
+def read_tile(taken, program, config):
+    """READ_TILE: `own` is (first entry, next entry)."""
+    sequence, head, row, entry, following = read_words(taken, program, config)
     return Taken(sequence, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, (entry, following))
 
 
@@ -192,8 +192,8 @@ def _place(s, stop, place):
 
 
 @gluon.jit
-def free_from(stop, where, program, config):
-    """FREE_FROM without a window: the tiles of keys before full_end need no mask."""
+def unmasked_from(stop, where, program, config):
+    """UNMASKED_FROM without a window: the tiles of keys before full_end need no mask."""
     begin, seen = where
     return stop + begin - seen.full_end
 
@@ -224,11 +224,11 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     while more != 0:
         stop = step + end - begin
         await_early_keys(step, stop, program, config)
-        free = stop
-        if config.FREE_FROM is not None:
-            free = gl.minimum(gl.maximum(config.FREE_FROM(stop, (begin, seen), program, config), step), stop)
-        p, acc, row_max, row_sum = attend_steps(q, p, acc, row_max, row_sum, step, free, stop, stop, _place, (begin, seen),
-                                                config.FREE_FROM is not None, False, True, None, scale, program, config)
+        unmasked = stop
+        if config.UNMASKED_FROM is not None:
+            unmasked = gl.minimum(gl.maximum(config.UNMASKED_FROM(stop, (begin, seen), program, config), step), stop)
+        p, acc, row_max, row_sum = attend_steps(q, p, acc, row_max, row_sum, step, unmasked, stop, stop, _place, (begin, seen),
+                                                config.UNMASKED_FROM is not None, False, True, None, scale, program, config)
         step = stop
         more = 0
         if following >= 0:
@@ -251,12 +251,12 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
     problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc), problem, Rows(scale, lse_ptr, stats_ptr, stride_stats),
               Own(sinks, Table(table, n_ranges, window_left, window_right)),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, WORDS=5, PACKED=True,
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, TILE_WORDS=5, PACKED=True,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=Q_SLOTS,
                      Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, PREFETCH_TILE=PREFETCH_TILE,
-                     PRODUCE=produce, NEXT_TILE=next_tile, TAKE=take, SPAN=span, BEGIN=load_sink if HAS_SINKS else None,
-                     MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
-                     FREE_FROM=None if HAS_LEFT else free_from))
+                     PRODUCE=produce, NEXT_TILE=next_tile, READ_TILE=read_tile, SPAN=span, EPILOGUE_PARAMS=load_sink if HAS_SINKS else None,
+                     MAINLOOP=mainloop, ADD_SINK=add_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
+                     UNMASKED_FROM=None if HAS_LEFT else unmasked_from))
 
 
 @functools.lru_cache(maxsize=1024)

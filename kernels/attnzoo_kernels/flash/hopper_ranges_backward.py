@@ -45,7 +45,7 @@ def own(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 @gluon.jit
 def table_of(own, key, len_q, len_k, c):
-    """OF_TILE: the Table."""
+    """TILE_PARAMS: the Table."""
     return own.table
 
 
@@ -78,9 +78,9 @@ def first_and_last(r, key, ROWS: gl.constexpr):
 
 @gluon.jit
 def next_key_tile(problem, own, c):
-    """TILE. The KeyTile's fields hold other numbers than in flash's backward: `begin` and full_end are the first query head of the group
-    and the one behind the last, full_begin is the first entry of the tile's walk, and `end` is the number of steps of a query head. number:
-    3 * (number of the divided tile) + 1 for its first part, + 2 for its second one; a multiple of 3 if the tile is not divided."""
+    """NEXT_TILE. The KeyTile's fields hold other numbers than in flash's backward: `begin` and full_end are the first query head of the
+    group and the one behind the last, full_begin is the first entry of the tile's walk, and `end` is the number of steps of a query head.
+    number: 3 * (number of the divided tile) + 1 for its first part, + 2 for its second one; a multiple of 3 if the tile is not divided."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     items = gl.load(own.last)
     more = (index < items * problem.kv_heads).to(gl.int32)
@@ -98,7 +98,7 @@ def next_key_tile(problem, own, c):
 
 @gluon.jit
 def steps_of_part(table, tile, member):
-    """LOAD_STEPS. The state is (entry, next tile of queries, end of the entry's tiles of queries, first key). At first the entry's tiles
+    """LOADED_STEPS. The state is (entry, next tile of queries, end of the entry's tiles of queries, first key). At first the entry's tiles
     are at an end, so that _next_step looks for the first entry."""
     steps = gl.where((member >= tile.begin) & (member < tile.full_end), tile.end, 0)
     return 0, steps, (tile.full_begin + 1, 0, 0, tile.key)
@@ -116,13 +116,13 @@ def _next_step(table, state, ROWS: gl.constexpr):
 
 @gluon.jit
 def next_step_of_64(table, state, n):
-    """LOAD_NEXT for steps of 64 queries."""
+    """NEXT_QUERIES for steps of 64 queries."""
     return _next_step(table, state, 64)
 
 
 @gluon.jit
 def next_step_of_128(table, state, n):
-    """LOAD_NEXT for steps of 128 queries."""
+    """NEXT_QUERIES for steps of 128 queries."""
     return _next_step(table, state, 128)
 
 
@@ -173,8 +173,8 @@ def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, prob
 
 @gluon.jit
 def store_part(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE: the first part of a divided tile writes its sums to memory, and the second part adds them to its own. It waits for them. That
-    is no deadlock: the first part was taken from the counter earlier, and waits for nothing."""
+    """STORE_GRADS: the first part of a divided tile writes its sums to memory, and the second part adds them to its own. It waits for them.
+    That is no deadlock: the first part was taken from the counter earlier, and waits for nothing."""
     dk, dv = state
     layout: gl.constexpr = product_layout(c.WIDTH)
     tile = number // 3
@@ -193,9 +193,9 @@ def store_part(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row
         pair_store(grads, own, buffer, (dk, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
 
 
-HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own), ("OF_TILE", table_of), ("TILE", next_key_tile),
-         ("LOAD_STEPS", steps_of_part), ("MAINLOOP", mainloop), ("DQ_STEPS", add_ranges))
-IN_PARTS = (("NUMBERED", True), ("STORE", store_part))
+HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own), ("TILE_PARAMS", table_of), ("NEXT_TILE", next_key_tile),
+         ("LOADED_STEPS", steps_of_part), ("MAINLOOP", mainloop), ("DQ_STEPS", add_ranges))
+IN_PARTS = (("NEEDS_NUMBER", True), ("STORE_GRADS", store_part))
 
 
 def backward_tile(width: int, window: bool, queries: float) -> Tile:
@@ -225,7 +225,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         order = launch_order(table, sums[: 2 * divided].view(torch.int32), k.shape[0], kv_heads, group,
                              head_groups(kv_heads, q.shape[0] * width * 8), programs, (options.window_left, options.window_right), block,
                              tile.rows)
-    hooks = (*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128), *(IN_PARTS if parts == 2 else ()))
+    hooks = (*HOOKS, ("NEXT_QUERIES", next_step_of_64 if tile.rows == 64 else next_step_of_128), *(IN_PARTS if parts == 2 else ()))
     rule = hopper_backward.Rule(hooks, (options.sequences, len(order) - 1, divided), parts)
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
     into = None if into is None else tuple(x[None] for x in into)

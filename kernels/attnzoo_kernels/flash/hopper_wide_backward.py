@@ -90,7 +90,7 @@ def _tiles(source, c):
 
 @gluon.jit
 def _start(own, smem, slot, c):
-    """START: zeros for both parts of dK, and for dV."""
+    """INIT_GRADS: zeros for both parts of dK, and for dV."""
     return (gl.zeros([HALF, 128], gl.float32, product_layout(128)), gl.zeros([HALF, 64], gl.float32, product_layout(64)),
             gl.zeros([HALF, 128], gl.float32, product_layout(128)))
 
@@ -167,7 +167,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
 
 @gluon.jit
 def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE: dV and both parts of dK."""
+    """STORE_GRADS: dV and both parts of dK."""
     dk, dk_rest, dv = state
     dtype: gl.constexpr = buffer.dtype
     REST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, 64], dtype)
@@ -192,8 +192,8 @@ def wide_bwd_kernel(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, do_desc, s
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, -1,
                       window_right)
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=128, VALUE_WIDTH=128, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-               HAS_LEFT=False, HAS_RIGHT=HAS_RIGHT, ORDERED=False, DQ_WARP=False, DQ_LAGS=False, LISTED=False, START=_start, STEP=_step,
-               MAINLOOP=_mainloop, STORE=_store)
+               HAS_LEFT=False, HAS_RIGHT=HAS_RIGHT, ORDERED=False, DQ_WARP=False, DQ_LAGS=False, LISTED=False, INIT_GRADS=_start,
+               STEP=_step, MAINLOOP=_mainloop, STORE_GRADS=_store)
     source = Source(Operands((q_desc, q_rest_desc), (k_desc, k_rest_desc), v_desc, do_desc),
                     Operands((q_tail_desc, q_rest_tail_desc), (k_tail_desc, k_rest_tail_desc), v_tail_desc, do_tail_desc), stats_desc)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(2, 1), (), (), barriers(2, 1))

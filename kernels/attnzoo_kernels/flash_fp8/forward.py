@@ -32,7 +32,7 @@ from attnzoo_kernels._gluon.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, span, take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, read_tile, span, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
@@ -95,7 +95,7 @@ def consume(program, config, ME: gl.constexpr):
     acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_DV, 32]))
     step = 0
     taken = 0
-    tile = take(taken, program, config)
+    tile = read_tile(taken, program, config)
     while tile.sequence >= 0:
         owner = tile.sequence * problem.heads + tile.head
         kv_owner = owner // problem.group
@@ -130,7 +130,7 @@ def consume(program, config, ME: gl.constexpr):
         out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(tiles.out.dtype)
         write_span(program.descs.out, out, seen, [tile.sequence, tile.head, seen.row, 0], ME, program)
         taken += 1
-        tile = take(taken, program, config)
+        tile = read_tile(taken, program, config)
     tma.store_wait(0)
 
 

@@ -2,8 +2,8 @@
 
 The bias c_i - c_j of a score has three terms. Minus c of the key, relative to the start of its block, is added by the tensor cores, from
 shared memory, where it lies in three parts (`empty_parts`). The difference of the two blocks' starts is the same for all scores of a step
-and is subtracted together with the row maximum (APART). c of the query, relative to the start of its block, is the same for all scores of a
-row. It is left out and added to the LSE only (MORE), so that the statistics lack it, as those of the plain kernels do.
+and is subtracted together with the row maximum (TILE_BIAS). c of the query, relative to the start of its block, is the same for all scores
+of a row. It is left out and added to the LSE only (LSE_BIAS), so that the statistics lack it, as those of the plain kernels do.
 """
 
 from typing import Any, NamedTuple
@@ -85,8 +85,8 @@ def _key_bias(slot, KEYS: gl.constexpr, program, config):
 
 
 @gluon.jit
-def _apart(column, s, program, config):
-    """APART: the difference of c at the starts of the two blocks. Only in a consumer's first tile of keys it may be below zero."""
+def _tile_bias(column, s, program, config):
+    """TILE_BIAS: the difference of c at the starts of the two blocks. Only in a consumer's first tile of keys it may be below zero."""
     difference = start_difference(block_start(program.own.starts, s.own.keys + column // BLOCK, column < s.len_k), s.own.start)
     return difference, difference * program.own.unit
 
@@ -111,7 +111,7 @@ def _next_tile(index, program, config):
 
 @gluon.jit
 def _loaded(tile, program, config):
-    """LOADED, without the skipped tiles of keys."""
+    """LOADED_TILES, without the skipped tiles of keys."""
     begin, end = loaded_tiles(tile, program, config)
     if config.OPTIONS:
         begin = gl.minimum(gl.maximum(begin, tile.own[0]), end - 1)
@@ -139,14 +139,15 @@ def _span(tile, ME: gl.constexpr, taken, program, config):
 
 
 @gluon.jit
-def _more(tile, s, program, config):
-    """MORE: c of the queries minus c at the start of their block."""
+def _lse_bias(tile, s, program, config):
+    """LSE_BIAS: c of the queries minus c at the start of their block."""
     rows = s.row % BLOCK + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     return gl.load(program.own.c + s.own.queries.to(gl.int64) * BLOCK + rows)
 
 
-HOOKS = (("OWN", _own), ("NEXT_TILE", _next_tile), ("LOADED", _loaded), ("LOAD_BIAS", _load_bias), ("KEY_BIAS", _key_bias),
-         ("APART", _apart), ("SPAN", _span), ("MORE", _more), ("OUTS", None))  # no shared memory is left for more outputs
+# OUT_SLOTS: no shared memory is left for more outputs
+HOOKS = (("OWN", _own), ("NEXT_TILE", _next_tile), ("LOADED_TILES", _loaded), ("LOAD_BIAS", _load_bias), ("KEY_BIAS", _key_bias),
+         ("TILE_BIAS", _tile_bias), ("SPAN", _span), ("LSE_BIAS", _lse_bias), ("OUT_SLOTS", None))
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
@@ -156,5 +157,5 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     of_keys = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
     own = descriptor(parts[:, :, None], 16, C_BLOCK), bias.c, bias.starts, bias.ends[of_keys:] if options.pruned else None
-    rule = flash.Rule((*HOOKS, ("OPTIONS", options.pruned), ("WORDS", 4 if options.pruned else None)))
+    rule = flash.Rule((*HOOKS, ("OPTIONS", options.pruned), ("TILE_WORDS", 4 if options.pruned else None)))
     return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, residual=residual, rule=rule, own=own)

@@ -64,7 +64,7 @@ def _blocks(batch, number, kv_head, key, problem, c):
 
 @gluon.jit
 def _pruned_tile(problem, own, c):
-    """TILE: next_key_tile, whose steps end with the last queries that do not skip the tile, for any query head of the group."""
+    """NEXT_TILE: next_key_tile, whose steps end with the last queries that do not skip the tile, for any query head of the group."""
     t, sequence, first_q = next_key_tile(problem, own, c)
     block, head_tiles = _blocks(t.batch, t.number, t.kv_head, t.key, problem, c)
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -78,7 +78,7 @@ def _pruned_tile(problem, own, c):
                    t.len_k, t.first_k, t.dq_tile, t.number), sequence, first_q
 
 
-class Head(NamedTuple):
+class HeadParams(NamedTuple):
     """What the steps of a query head take in place of the scale."""
 
     scale: Any
@@ -92,8 +92,8 @@ class Head(NamedTuple):
 
 
 @gluon.jit
-def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
-    """HEAD: a Head."""
+def _head_params(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD_PARAMS: a HeadParams."""
     key = word(smem.work, slot, "key")
     first, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), word(smem.work, slot, "kv_head"), key,
                                 problem, c)
@@ -101,19 +101,19 @@ def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr)
     start = block_start(own.starts, tile)
     keys = tile.to(gl.int64) * KEYS + ME * HALF
     near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
-    return Head(scale, 1 / scale, own, start, near, tile, tile - key // KEYS, dq_tile)
+    return HeadParams(scale, 1 / scale, own, start, near, tile, tile - key // KEYS, dq_tile)
 
 
 @gluon.jit
-def _early(dq_tile, head, c):
-    """EARLY: c at the start of the keys' block minus c at the start of the queries' block, in the unit of the products."""
+def _step_params(dq_tile, head, c):
+    """STEP_PARAMS: c at the start of the keys' block minus c at the start of the queries' block, in the unit of the products."""
     j = dq_tile - head.dq_tile
     return start_difference(head.start, block_start(head.own.starts, head.first_tile + j * c.ROWS // BLOCK)) * head.unit
 
 
 @gluon.jit
 def _weights(scores, difference, smem, stage, head, low, high, c, MASKED: gl.constexpr):
-    """WEIGHTS, with the bias. difference: as _early gives it."""
+    """WEIGHTS, with the bias. difference: as _step_params gives it."""
     return softmax_weights(scores - (head.near + difference)[:, None], difference, smem, stage, head.scale, low, high, c, MASKED)
 
 
@@ -139,9 +139,9 @@ def _store_sums(columns, head, bounds, c, ME: gl.constexpr):
     gl.store(head.own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, columns.type.layout)), first_column(columns))
 
 
-HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("HEAD", _head), ("EARLY", _early), ("WEIGHTS", _weights), ("NO_SUMS", no_sums),
-         ("START_SUMS", _start_sums), ("END_SUMS", _end_sums), ("STORE_SUMS", _store_sums))
-PRUNED = (("TILE", _pruned_tile),)
+HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("HEAD_PARAMS", _head_params), ("STEP_PARAMS", _step_params), ("WEIGHTS", _weights),
+         ("INIT_SUMS", no_sums), ("START_SUMS", _start_sums), ("END_SUMS", _end_sums), ("STORE_SUMS", _store_sums))
+PRUNED = (("NEXT_TILE", _pruned_tile),)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,

@@ -35,7 +35,7 @@ def own_bias(tensors, numbers, scale, config):
 
 @gluon.jit
 def bias_of_span(tile, row, program, config):
-    """OF_SPAN: the bias in base 2."""
+    """SPAN_PARAMS: the bias in base 2."""
     return bias_of(program.own, tile.len_k, config.OPTIONS)
 
 
@@ -46,12 +46,12 @@ def weights(scores, where, program, config):
 
 
 @gluon.jit
-def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+def finish(acc, inverse, tile, span, at, epilogue_params, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """FINISH: stores the rows as they are, because weights need no normalisation."""
     write_span(program.descs.out, acc, span, at, ME, program)
 
 
-HOOKS = (("OWN", own_bias), ("OF_SPAN", bias_of_span), ("WEIGHTS", weights), ("FINISH", finish), ("ROW_MAX_NOT_NEGATIVE", False))
+HOOKS = (("OWN", own_bias), ("SPAN_PARAMS", bias_of_span), ("WEIGHTS", weights), ("FINISH", finish), ("ROW_MAX_NOT_NEGATIVE", False))
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

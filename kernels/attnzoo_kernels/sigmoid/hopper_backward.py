@@ -21,7 +21,7 @@ def own_bias(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 @gluon.jit
 def bias_of_tile(own, key, len_q, len_k, c):
-    """OF_TILE: the bias."""
+    """TILE_PARAMS: the bias."""
     return bias_of(own, len_k, c.OPTIONS)
 
 
@@ -33,13 +33,13 @@ def _gradient(weights, dweights, smem, stage, c):
 
 
 @gluon.jit
-def _head(scale, bias, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
-    """HEAD: (the scale that brings scores to base 2, the bias in base 2)."""
+def _head_params(scale, bias, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD_PARAMS: (the scale that brings scores to base 2, the bias in base 2)."""
     return scale, bias
 
 
 @gluon.jit
-def _weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def _weights(scores, step_params, smem, stage, head, low, high, c, MASKED: gl.constexpr):
     """WEIGHTS. Queries after a sequence's end have an output gradient of zero, so they add nothing."""
     scores = scores * head[0] + head[1]
     if MASKED:
@@ -47,7 +47,7 @@ def _weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexp
     return sigmoid(scores)
 
 
-HOOKS = (("OWN", own_bias), ("OF_TILE", bias_of_tile), ("HEAD", _head), ("WEIGHTS", _weights), ("GRADIENT", _gradient))
+HOOKS = (("OWN", own_bias), ("TILE_PARAMS", bias_of_tile), ("HEAD_PARAMS", _head_params), ("WEIGHTS", _weights), ("GRADIENT", _gradient))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -157,15 +157,16 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 
 
 @gluon.jit
-def _free(n, stop, span):
-    """FREE: the far keys below full_end need no mask."""
+def _unmasked_from(n, stop, span):
+    """UNMASKED_FROM: the far keys below full_end need no mask."""
     return gl.where(n == 0, stop, stop - span.own.full_end)
 
 
 @gluon.jit
 def mainloop_in_two_loops(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """`mainloop` with a loop of its own, without masks, for the far keys past the border."""
-    return mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place, ME, program, config, FREE=_free)
+    return mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place, ME, program, config,
+                            UNMASKED_FROM=_unmasked_from)
 
 
 HOOKS = {"HAS_LEFT": True, "HAS_RIGHT": True, "MASK_IN_LOOP": True, "INDEX_EARLY": True, "OWN": own_keys, "PRODUCE": produce_segments,
