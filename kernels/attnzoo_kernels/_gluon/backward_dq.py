@@ -27,29 +27,29 @@ from attnzoo_kernels._gluon.hopper import (
 def dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
     """Starts the product of 64 rows and some columns of dQ = dS K, over both consumers' keys."""
     dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
-    for c in gl.static_range(2):
+    for consumer in gl.static_range(2):
         # [64, HALF] x [HALF, COLUMNS]
-        dq = warpgroup_mma(ds_tiles.index(slot * 2 + c).slice(ROW, 64, dim=1).permute((1, 0)),
-                           k_tiles.index(c).slice(COLUMN, COLUMNS, dim=1), dq, use_acc=c > 0, is_async=True)
+        dq = warpgroup_mma(ds_tiles.index(slot * 2 + consumer).slice(ROW, 64, dim=1).permute((1, 0)),
+                           k_tiles.index(consumer).slice(COLUMN, COLUMNS, dim=1), dq, use_acc=consumer > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def dq_half(smem, slot, c, ME: gl.constexpr):
+def dq_half(smem, slot, config, ME: gl.constexpr):
     """Starts a consumer's half of dQ: half of the columns if a step makes 64 rows of dQ, half of the rows if it makes 128."""
-    if c.DQ_ROWS == 64:
-        dq = dq_product(smem.k, smem.ds, slot, 0, ME * (c.WIDTH // 2), c.WIDTH // 2)
+    if config.DQ_ROWS == 64:
+        dq = dq_product(smem.k, smem.ds, slot, 0, ME * (config.WIDTH // 2), config.WIDTH // 2)
     else:
-        dq = dq_product(smem.k, smem.ds, slot, ME * 64, 0, c.WIDTH)
+        dq = dq_product(smem.k, smem.ds, slot, ME * 64, 0, config.WIDTH)
     return dq
 
 
 @gluon.jit
-def dq_before(smem, bars, step, some, c, ME: gl.constexpr):
+def dq_before(smem, bars, step, some, config, ME: gl.constexpr):
     """dq_half of the step before `step`, once the other consumer's dS is there. The result means nothing unless `some`."""
     slot, phase = ring(step + 1, 2)
     mbarrier.wait(bars.ds_full[1 - ME].index(slot), phase ^ 1, pred=some)
-    return dq_half(smem, slot, c, ME)
+    return dq_half(smem, slot, config, ME)
 
 
 @gluon.constexpr_function
@@ -61,23 +61,23 @@ def as_registers(columns):
 
 
 @gluon.jit
-def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
+def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, config, ME: gl.constexpr):
     """Hands a consumer's half of dQ on to global memory, through shared memory. Under DQ_LAGS it is dQ of the step before `step`, and the
     other consumer's dS of that step is released."""
-    if c.DQ_WARP and c.DQ_LAGS:
+    if config.DQ_WARP and config.DQ_LAGS:
         mbarrier.wait(bars.dq_empty.index(ME), step & 1)
-    elif c.DQ_WARP:
+    elif config.DQ_WARP:
         mbarrier.wait(bars.dq_empty.index(ME), (step & 1) ^ 1)
     else:
         tma.store_wait(0)
     COLUMNS: gl.constexpr = dq.shape[1]
     smem.dq.index(ME)._reinterpret(gl.float32, [64, COLUMNS], as_registers(COLUMNS)).store(dq)
     fence_async_shared()
-    if c.DQ_WARP or c.DQ_LAGS:
+    if config.DQ_WARP or config.DQ_LAGS:
         barrier()
-    if c.DQ_LAGS:
+    if config.DQ_LAGS:
         release(bars.ds_empty[1 - ME].index((step + 1) % 2))
-    if c.DQ_WARP:
+    if config.DQ_WARP:
         release(bars.dq_full.index(ME))
     else:
         add_half(dq_desc, smem.dq, dq_tile, ME, 128 * COLUMNS)
@@ -96,19 +96,19 @@ def _write_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr
 
 
 @gluon.jit
-def turn_of(query_tile, key, len_q, len_k, window_right, c):
+def turn_of(query_tile, key, len_q, len_k, window_right, config):
     """The value that a query tile's semaphore must have when a key tile adds its part. The key tiles that the query tile sees take turns,
     from the last one down."""
     last = (len_k - 1) // KEYS
-    if c.HAS_RIGHT:
-        last = gl.minimum(last, ((query_tile + 1) * c.ROWS - 1 + len_k - len_q + window_right) // KEYS)
+    if config.HAS_RIGHT:
+        last = gl.minimum(last, ((query_tile + 1) * config.ROWS - 1 + len_k - len_q + window_right) // KEYS)
     return last - key // KEYS
 
 
 @gluon.jit
-def await_turn(semaphore, now, query_tile, key, len_q, len_k, window_right, c):
+def await_turn(semaphore, now, query_tile, key, len_q, len_k, window_right, config):
     """Waits until it is this key tile's turn. now: an earlier read of the semaphore."""
-    mine = turn_of(query_tile, key, len_q, len_k, window_right, c)
+    mine = turn_of(query_tile, key, len_q, len_k, window_right, config)
     while now != mine:
         now = gl.load(semaphore, volatile=True)
 
@@ -125,29 +125,29 @@ def _pass_turn(semaphore):
 
 
 @gluon.jit
-def first_buffer(tile_params, j, c):
+def first_buffer(tile_params, j, config):
     """DQ_BUFFER: the offset, in tiles, from a tile's place in the first buffer of dQ to its place in the buffer of the j-th query tile."""
     return 0
 
 
 @gluon.jit
-def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, tile_params, window_right, c):
+def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, tile_params, window_right, config):
     """Adds both halves of the j-th query tile's dQ to tile number `tile` in global memory, by TMA.
 
     ORDERED: key tiles add one after the other, as dq_semaphore says. The first one overwrites what is there, unless DQ_CLEARED.
     """
-    SIZE: gl.constexpr = c.DQ_ROWS * c.WIDTH
+    SIZE: gl.constexpr = config.DQ_ROWS * config.WIDTH
     now = 0
     mine = 1
-    if c.ORDERED:
+    if config.ORDERED:
         now = gl.load(dq_semaphore + tile, volatile=True)
-        if not c.DQ_CLEARED:
-            mine = turn_of(j, seen.key, seen.len_q, seen.len_k, window_right, c)
-    dq_tile = tile + c.DQ_BUFFER(tile_params, j, c)
+        if not config.DQ_CLEARED:
+            mine = turn_of(j, seen.key, seen.len_q, seen.len_k, window_right, config)
+    dq_tile = tile + config.DQ_BUFFER(tile_params, j, config)
     for half in gl.static_range(2):
         mbarrier.wait(bars.dq_full.index(half), step & 1)
-        if c.ORDERED and half == 0:
-            await_turn(dq_semaphore + tile, now, j, seen.key, seen.len_q, seen.len_k, window_right, c)
+        if config.ORDERED and half == 0:
+            await_turn(dq_semaphore + tile, now, j, seen.key, seen.len_q, seen.len_k, window_right, config)
         if mine == 0:
             _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
         else:
@@ -156,18 +156,18 @@ def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, tile_params
     for half in gl.static_range(2):
         tma.store_wait(1 - half)
         mbarrier.arrive(bars.dq_empty.index(half), count=1)
-    if c.ORDERED:
+    if config.ORDERED:
         _pass_turn(dq_semaphore + tile)
 
 
 @gluon.jit
-def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, c):
+def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, config):
     """DQ_STEPS: adds dQ of those query tiles of all heads that see the keys. first: the first tile of dQ of the group's first head. Returns
     the next step."""
     tile = first + seen.begin
     for _ in range(problem.group):
         for j in range(seen.tiles):
-            add_tile(dq_desc, dq_semaphore, smem, bars, tile, seen.begin + j, step, seen, tile_params, problem.window_right, c)
+            add_tile(dq_desc, dq_semaphore, smem, bars, tile, seen.begin + j, step, seen, tile_params, problem.window_right, config)
             tile += 1
             step += 1
         tile += problem.head_tiles - seen.tiles
@@ -175,7 +175,7 @@ def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params,
 
 
 @gluon.jit
-def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
+def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, config):
     """The warp that adds dQ to memory, by DQ_STEPS. The consumers may be up to one step ahead of it."""
     taken = 0
     step = 0
@@ -184,8 +184,8 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
         seen = seen_by(smem.work, slot)
         first = word(smem.work, slot, "dq_tile")
         mbarrier.arrive(bars.work_empty.index(slot), count=1)
-        tile_params = c.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, c)
-        step = c.DQ_STEPS(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, c)
+        tile_params = config.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, config)
+        step = config.DQ_STEPS(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, config)
         taken += 1
         slot, more = await_tile(smem.work, bars.work_full, taken)
     tma.store_wait(0)

@@ -85,7 +85,7 @@ def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
 
 
 @gluon.jit
-def load_queries(operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def load_queries(operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, config):
     """LOAD_Q: loads a step's queries. j: number of their tile; IN_TAIL: they are read from the tail of a packed sequence."""
     load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
@@ -98,29 +98,31 @@ def load_keys(operands, smem, bars, batch, kv_head, key):
 
 
 @gluon.jit
-def _load_queries(source, smem, bars, tile_params, stage, tile, sequence, first_q, head, j, stats_tile, c):
+def _load_queries(source, smem, bars, tile_params, stage, tile, sequence, first_q, head, j, stats_tile, config):
     """Calls LOAD_Q for the j-th tile of queries. A tile that crosses the end of a packed sequence is loaded from the tail, which has zeros
     after the end."""
-    ROWS: gl.constexpr = c.ROWS
-    if c.PACKED:
+    ROWS: gl.constexpr = config.ROWS
+    if config.PACKED:
         if (j + 1) * ROWS > tile.len_q:
-            c.LOAD_Q(source.tails, source.stats, smem, bars, tile_params, stage, sequence, head, 0, j, stats_tile + j, True, c)
+            config.LOAD_Q(source.tails, source.stats, smem, bars, tile_params, stage, sequence, head, 0, j, stats_tile + j, True, config)
         else:
-            c.LOAD_Q(source.tensors, source.stats, smem, bars, tile_params, stage, 0, head, first_q + j * ROWS, j, stats_tile + j, False, c)
+            config.LOAD_Q(source.tensors, source.stats, smem, bars, tile_params, stage, 0, head, first_q + j * ROWS, j, stats_tile + j,
+                          False, config)
     else:
-        c.LOAD_Q(source.tensors, source.stats, smem, bars, tile_params, stage, tile.batch, head, j * ROWS, j, stats_tile + j, False, c)
+        config.LOAD_Q(source.tensors, source.stats, smem, bars, tile_params, stage, tile.batch, head, j * ROWS, j, stats_tile + j, False,
+                      config)
 
 
 @gluon.jit
-def _load_keys(source, smem, bars, tile, sequence, taken, c):
+def _load_keys(source, smem, bars, tile, sequence, taken, config):
     mbarrier.wait(bars.kv_empty, (taken & 1) ^ 1)
-    if c.PACKED:
+    if config.PACKED:
         if tile.key + KEYS > tile.len_k:
-            c.LOAD_K(source.tails, smem, bars, sequence, tile.kv_head, 0)
+            config.LOAD_K(source.tails, smem, bars, sequence, tile.kv_head, 0)
         else:
-            c.LOAD_K(source.tensors, smem, bars, 0, tile.kv_head, tile.first_k + tile.key)
+            config.LOAD_K(source.tensors, smem, bars, 0, tile.kv_head, tile.first_k + tile.key)
     else:
-        c.LOAD_K(source.tensors, smem, bars, tile.batch, tile.kv_head, tile.key)
+        config.LOAD_K(source.tensors, smem, bars, tile.batch, tile.kv_head, tile.key)
 
 
 @gluon.jit
@@ -136,33 +138,33 @@ def next_step(tile_params, state, n):
 
 
 @gluon.jit
-def load(source, smem, bars, problem, own, c):
+def load(source, smem, bars, problem, own, config):
     """The producer warp's whole work: takes tiles of keys, publishes them, and loads what they need."""
     step = 0
     taken = 0
     more = 1
     while more != 0:
         slot = await_empty(bars.work_empty, taken, WORK)
-        tile, sequence, first_q = c.NEXT_TILE(problem, own, c)
+        tile, sequence, first_q = config.NEXT_TILE(problem, own, config)
         more = tile.more
         announce(smem.work, bars.work_full, slot, tile)
         if more != 0:
-            tile_params = c.TILE_PARAMS(own, tile.key, tile.len_q, tile.len_k, c)
+            tile_params = config.TILE_PARAMS(own, tile.key, tile.len_q, tile.len_k, config)
             stats_tile = tile.dq_tile
             loaded = 0
             for member in range(problem.group):
                 head = tile.kv_head * problem.group + member
-                begin, end, state = c.LOADED_STEPS(tile_params, tile, member)
+                begin, end, state = config.LOADED_STEPS(tile_params, tile, member)
                 for n in range(begin, end):
-                    j, state = c.NEXT_QUERIES(tile_params, state, n)
-                    stage = await_empty(bars.step_empty, step, c.STAGES)
-                    _load_queries(source, smem, bars, tile_params, stage, tile, sequence, first_q, head, j, stats_tile, c)
+                    j, state = config.NEXT_QUERIES(tile_params, state, n)
+                    stage = await_empty(bars.step_empty, step, config.STAGES)
+                    _load_queries(source, smem, bars, tile_params, stage, tile, sequence, first_q, head, j, stats_tile, config)
                     # keys and values have a single buffer, which is released late, so the first queries are loaded before them
                     if loaded == 0:
-                        _load_keys(source, smem, bars, tile, sequence, taken, c)
+                        _load_keys(source, smem, bars, tile, sequence, taken, config)
                         loaded = 1
                     step += 1
                 stats_tile += problem.head_tiles
             if loaded == 0:
-                _load_keys(source, smem, bars, tile, sequence, taken, c)
+                _load_keys(source, smem, bars, tile, sequence, taken, config)
         taken += 1

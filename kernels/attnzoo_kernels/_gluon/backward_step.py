@@ -82,14 +82,14 @@ def step_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, TILE_READERS:
 
 
 @gluon.jit
-def pair_barriers(c):
+def pair_barriers(config):
     """Barriers of two consumers that share the making of dQ. DQ_WARP: a warp adds dQ to memory. DQ_LAGS: dQ is made one step late."""
-    of_steps = step_barriers(c.STAGES, 2, 3 if c.DQ_WARP else 2)
+    of_steps = step_barriers(config.STAGES, 2, 3 if config.DQ_WARP else 2)
     ds_full = (barriers(2, 1), barriers(2, 1))
     ds_empty, dq_full, dq_empty = (), (), ()
-    if c.DQ_LAGS:
+    if config.DQ_LAGS:
         ds_empty = (barriers(2, 1), barriers(2, 1))
-    if c.DQ_WARP:
+    if config.DQ_WARP:
         dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     return Barriers(*of_steps, ds_full, dq_full, dq_empty, ds_empty)
 
@@ -109,14 +109,15 @@ def tile_words():
 
 
 @gluon.jit
-def pair_tiles(dtype: gl.constexpr, c, columns=None):
+def pair_tiles(dtype: gl.constexpr, config, columns=None):
     """The Shared of pair_step. columns: its `columns`, if they have shared memory already."""
-    ROWS: gl.constexpr = c.ROWS
+    ROWS: gl.constexpr = config.ROWS
     return Shared(
-        q=shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH), do=shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH),
-        k=shared_tiles(dtype, 2, HALF, c.WIDTH), v=shared_tiles(dtype, 2, HALF, c.WIDTH), out=shared_tiles(dtype, 2, HALF, c.WIDTH),
-        ds=shared_tiles(dtype, 4, HALF, ROWS), dq=shared_tiles(gl.float32, 2, ROWS * c.WIDTH // 64, 32),
-        stats=shared_tiles(gl.float32, c.STAGES, 1, 2 * ROWS), columns=column_numbers(ROWS) if columns is None else columns,
+        q=shared_tiles(dtype, config.STAGES, ROWS, config.WIDTH), do=shared_tiles(dtype, config.STAGES, ROWS, config.WIDTH),
+        k=shared_tiles(dtype, 2, HALF, config.WIDTH), v=shared_tiles(dtype, 2, HALF, config.WIDTH), out=shared_tiles(dtype, 2, HALF,
+                                                                                                                     config.WIDTH),
+        ds=shared_tiles(dtype, 4, HALF, ROWS), dq=shared_tiles(gl.float32, 2, ROWS * config.WIDTH // 64, 32),
+        stats=shared_tiles(gl.float32, config.STAGES, 1, 2 * ROWS), columns=column_numbers(ROWS) if columns is None else columns,
         work=tile_words())
 
 
@@ -128,33 +129,33 @@ def row_statistics(stats_tiles, stage, WHICH: gl.constexpr, ROWS: gl.constexpr, 
 
 
 @gluon.jit
-def masked_scores(x, columns, low, high, c):
+def masked_scores(x, columns, low, high, config):
     """Masks, by -inf, the queries that do not see a key. The queries' numbers are read from shared memory: in registers they would be
     spilled."""
     i = columns.load(gl.SliceLayout(0, x.type.layout))[None, :]
     seen = i >= low[:, None]
-    if c.HAS_LEFT:
+    if config.HAS_LEFT:
         seen = seen & (i <= high[:, None])
     return gl.where(seen, x, -float("inf"))
 
 
 @gluon.jit
-def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr):
+def base_2_scores(scores, smem, stage, scale, low, high, config, MASKED: gl.constexpr):
     """Scores in base 2 minus the LSE; exp2 of them are the weights."""
     x = scores * scale - row_statistics(smem.stats, stage, 0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
     if MASKED:
-        x = masked_scores(x, smem.columns, low, high, c)
+        x = masked_scores(x, smem.columns, low, high, config)
     return x
 
 
 @gluon.jit
-def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
+def scores_in_flight(q_tiles, smem, bars, step, config, ME: gl.constexpr):
     """(stage of a step, its scores, still in flight). If queries and keys are tuples of parts, the products of the parts are summed in one
     accumulator."""
-    stage = await_full(bars.q_full, step, c.STAGES)
+    stage = await_full(bars.q_full, step, config.STAGES)
     if isinstance(q_tiles, gl.tuple):
         PARTS: gl.constexpr = len(q_tiles)
-        pending = gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS))
+        pending = gl.zeros([HALF, config.ROWS], gl.float32, product_layout(config.ROWS))
         for n in gl.static_range(PARTS):
             # [HALF, width of a part] x [width of a part, ROWS]
             pending = warpgroup_mma(smem.k[n].index(ME), q_tiles[n].index(stage).permute((1, 0)), pending, use_acc=n > 0, is_async=True)
@@ -167,18 +168,18 @@ def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 
 @gluon.jit
-def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
+def products(q_tiles, smem, bars, step, config, ME: gl.constexpr):
     """(stage of a step, its scores, dO Vᵀ still in flight)."""
-    stage, pending = scores_in_flight(q_tiles, smem, bars, step, c, ME)
-    await_full(bars.do_full, step, c.STAGES)
-    # [HALF, VALUE_WIDTH] x [VALUE_WIDTH, c.ROWS]
+    stage, pending = scores_in_flight(q_tiles, smem, bars, step, config, ME)
+    await_full(bars.do_full, step, config.STAGES)
+    # [HALF, VALUE_WIDTH] x [VALUE_WIDTH, config.ROWS]
     dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
-                                     gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS)), use_acc=False, is_async=True)
+                                     gl.zeros([HALF, config.ROWS], gl.float32, product_layout(config.ROWS)), use_acc=False, is_async=True)
     return stage, warpgroup_mma_wait(1, deps=(pending,)), dweights_pending
 
 
 @gluon.jit
-def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, step_params, head, c, ME: gl.constexpr,
+def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, step_params, head_params, config, ME: gl.constexpr,
              DV_PENDING: gl.constexpr):
     """Adds a step's share to `sums`, which are dK, dV and, with INIT_SUMS, the variant's own sums. Hands on this consumer's half of dQ.
     Returns the sums.
@@ -189,66 +190,66 @@ def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stag
     The product for dQ comes before that for dK, so that dQ is sent to memory while the tensor cores compute dK.
     """
     dk, dv = sums[0], sums[1]
-    if c.STORE_DS is not None:
-        c.STORE_DS(dscores, smem, c, ME)
+    if config.STORE_DS is not None:
+        config.STORE_DS(dscores, smem, config, ME)
     ds_slot, ds_phase = ring(step, 2)
-    if c.DQ_LAGS:
+    if config.DQ_LAGS:
         mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
     smem.ds.index(ds_slot * 2 + ME).store(dscores)
     dv_pending = dv
     if not DV_PENDING:
-        # [HALF, c.ROWS] x [c.ROWS, VALUE_WIDTH]
+        # [HALF, config.ROWS] x [config.ROWS, VALUE_WIDTH]
         dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
     fence_async_shared()
     barrier()
     release(bars.ds_full[ME].index(ds_slot))
     started = ()
-    if c.INIT_SUMS is not None:
-        started = c.START_SUMS(sums[2], smem.ds.index(ds_slot * 2 + ME), head, smem, c, ME)
+    if config.INIT_SUMS is not None:
+        started = config.START_SUMS(sums[2], smem.ds.index(ds_slot * 2 + ME), head_params, smem, config, ME)
     ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
-    if c.DQ_LAGS:
-        dq_pending = dq_before(smem, bars, step, some, c, ME)
+    if config.DQ_LAGS:
+        dq_pending = dq_before(smem, bars, step, some, config, ME)
     else:
         mbarrier.wait(bars.ds_full[1 - ME].index(ds_slot), ds_phase)
-        dq_pending = dq_half(smem, ds_slot, c, ME)
+        dq_pending = dq_half(smem, ds_slot, config, ME)
     # [HALF, ROWS] x [ROWS, WIDTH]
     dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
     waited = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p) + started)
-    if c.DQ_LAGS:
+    if config.DQ_LAGS:
         if some:
-            hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, c, ME)
+            hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, config, ME)
     else:
-        hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, c, ME)
+        hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, config, ME)
     further = ()
-    if c.INIT_SUMS is not None:
-        further = (c.END_SUMS(waited[3:], step_params, head, dq_tile, c),)
+    if config.INIT_SUMS is not None:
+        further = (config.END_SUMS(waited[3:], step_params, head_params, dq_tile, config),)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
     return (dk, waited[0]) + further
 
 
 @gluon.jit
-def softmax_gradient(weights, dweights, smem, stage, c):
+def softmax_gradient(weights, dweights, smem, stage, config):
     """GRADIENT of a softmax: dS = P * (dP - delta)."""
-    delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
+    delta = row_statistics(smem.stats, stage, 1, config.ROWS, gl.SliceLayout(0, product_layout(config.ROWS)))
     return weights * (dweights - delta[None, :])
 
 
 @gluon.jit
-def softmax_weights(scores, step_params, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def softmax_weights(scores, step_params, smem, stage, head_params, low, high, config, MASKED: gl.constexpr):
     """WEIGHTS of a softmax; `head` is the scale that brings scores to base 2."""
-    return gl.exp2(base_2_scores(scores, smem, stage, head, low, high, c, MASKED))
+    return gl.exp2(base_2_scores(scores, smem, stage, head_params, low, high, config, MASKED))
 
 
 @gluon.jit
-def pair_step(sums, smem, bars, dq_desc, dq_tile, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+def pair_step(sums, smem, bars, dq_desc, dq_tile, step, some, head_params, low, high, config, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: adds a step's share to the sums, and hands on dQ."""
     step_params = ()
-    if c.STEP_PARAMS is not None:
-        step_params = c.STEP_PARAMS(dq_tile, head, c)
-    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    weights = c.WEIGHTS(scores, step_params, smem, stage, head, low, high, c, MASKED)
+    if config.STEP_PARAMS is not None:
+        step_params = config.STEP_PARAMS(dq_tile, head_params, config)
+    stage, scores, dweights_pending = products(smem.q, smem, bars, step, config, ME)
+    weights = config.WEIGHTS(scores, step_params, smem, stage, head_params, low, high, config, MASKED)
     p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, sums[0].type.layout, 2))
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    dscores = c.GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
-    return add_step(sums, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, step_params, head, c, ME, False)
+    dscores = config.GRADIENT(weights, dweights, smem, stage, config).to(smem.q.dtype)
+    return add_step(sums, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, step_params, head_params, config, ME, False)

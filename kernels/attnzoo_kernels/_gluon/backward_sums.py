@@ -12,17 +12,17 @@ from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_l
 
 
 @gluon.jit
-def ones_and_columns(dtype: gl.constexpr, c):
+def ones_and_columns(dtype: gl.constexpr, config):
     """(the ones, the `columns` of pair_tiles), both in shared memory. The ones are [8, HALF], with ones in the first row and any values in
     the others. At width 128 no shared memory is left, so the columns lie in the unused rows of the ones."""
     ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
     ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
-    if c.WIDTH > 64:
+    if config.WIDTH > 64:
         barrier()
-        columns = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, c.ROWS)
-        columns.store(gl.arange(0, c.ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+        columns = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, config.ROWS)
+        columns.store(gl.arange(0, config.ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     else:
-        columns = column_numbers(c.ROWS)
+        columns = column_numbers(config.ROWS)
     fence_async_shared()
     barrier()
     return ones, columns
@@ -52,10 +52,10 @@ def first_column(x):
 
 
 @gluon.jit
-def add_rows(sums, sums_ptr, tile, c):
+def add_rows(sums, sums_ptr, tile, config):
     """Adds the sums of the queries of a tile of dQ to those in memory, in any order."""
-    lanes = gl.arange(0, c.ROWS, gl.SliceLayout(1, sums.type.layout))
-    gl.atomic_add(sums_ptr + tile.to(gl.int64) * c.ROWS + lanes, first_column(sums), sem="relaxed")
+    lanes = gl.arange(0, config.ROWS, gl.SliceLayout(1, sums.type.layout))
+    gl.atomic_add(sums_ptr + tile.to(gl.int64) * config.ROWS + lanes, first_column(sums), sem="relaxed")
 
 
 def by_row(x: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None, block: int) -> Tensor:

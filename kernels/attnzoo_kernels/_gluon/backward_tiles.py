@@ -103,16 +103,16 @@ def seen_by(work, slot):
 
 
 @gluon.jit
-def same_for_all(own, key, len_q, len_k, c):
+def same_for_all(own, key, len_q, len_k, config):
     """TILE_PARAMS where hooks need the same for all tiles: `own`."""
     return own
 
 
 @gluon.jit
-def query_tiles(key, len_q, len_k, window_left, window_right, c):
+def query_tiles(key, len_q, len_k, window_left, window_right, config):
     """The tiles of ROWS queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end). Those before full_begin and those
     from full_end on need a mask."""
-    ROWS: gl.constexpr = c.ROWS
+    ROWS: gl.constexpr = config.ROWS
     shift = len_k - len_q
     last = gl.minimum(key + KEYS, len_k) - 1
     tiles = (len_q + ROWS - 1) // ROWS
@@ -120,10 +120,10 @@ def query_tiles(key, len_q, len_k, window_left, window_right, c):
     full_begin = 0
     end = tiles
     full_end = tiles
-    if c.HAS_RIGHT:
+    if config.HAS_RIGHT:
         begin = gl.minimum(gl.maximum(key - shift - window_right, 0) // ROWS, tiles)
         full_begin = (gl.maximum(last - shift - window_right, 0) + ROWS - 1) // ROWS
-    if c.HAS_LEFT:
+    if config.HAS_LEFT:
         end = gl.minimum(tiles, (gl.maximum(last - shift + window_left + 1, 0) + ROWS - 1) // ROWS)
         full_end = gl.minimum(tiles, gl.maximum(key - shift + window_left + 1, 0) // ROWS)
     end = gl.maximum(end, begin)
@@ -135,42 +135,42 @@ def query_tiles(key, len_q, len_k, window_left, window_right, c):
 
 
 @gluon.jit
-def first_and_last_query(key, len_q, len_k, window_left, window_right, c, layout: gl.constexpr):
+def first_and_last_query(key, len_q, len_k, window_left, window_right, config, layout: gl.constexpr):
     """(first, last) query that sees each of the HALF keys from `key` on. `last` is used only under HAS_LEFT."""
     shift = len_k - len_q
     j = gl.arange(0, HALF, gl.SliceLayout(1, layout)) + key
     low = gl.where(j < len_k, 0, 1 << 30)
-    if c.HAS_RIGHT:  # no query sees the keys after the end
+    if config.HAS_RIGHT:  # no query sees the keys after the end
         low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
     return low, j - shift + window_left
 
 
 @gluon.jit
-def next_key_tile(problem, own, c):
+def next_key_tile(problem, own, config):
     """NEXT_TILE: (the next tile that has keys, its sequence, where the sequence's queries begin).
 
     The dense tiles of `head_group` heads, whose queries stay in L2, are interleaved, in the order of their first keys. Under ORDERED the
     last keys come first: tiles add to dQ in that order, so that a tile only ever waits for tiles that were taken before it.
     """
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-    sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, c)
-    if c.PACKED:
+    sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, config)
+    if config.PACKED:
         while (key >= len_k) & (index < problem.n_tiles):
             index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, c)
+            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, config)
     batch = sequence
-    if c.PACKED:
+    if config.PACKED:
         batch = 0
-    begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, problem.window_left, problem.window_right, c)
+    begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, problem.window_left, problem.window_right, config)
     more = (index < problem.n_tiles).to(gl.int32)
     return KeyTile(more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile, index), sequence, first_q
 
 
 @gluon.jit
-def decode_keys(index, problem, c):
+def decode_keys(index, problem, config):
     """(sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ) of the index-th tile."""
     n_seqs = problem.n_seqs
-    if c.PACKED:
+    if config.PACKED:
         slots = problem.seqlen_k // KEYS + n_seqs + 1
         kv_head = index // slots
         slot = index % slots
@@ -178,14 +178,14 @@ def decode_keys(index, problem, c):
         first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, n_seqs, problem.seqlen_q, True, False)
         first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, n_seqs, problem.seqlen_k, True, True)
         tile = slot - (first_k // KEYS + sequence)
-        if c.ORDERED:
+        if config.ORDERED:
             tiles = (len_k + KEYS - 1) // KEYS
             tile = gl.where(tile < tiles, tiles - 1 - tile, tile)
-        dq_tile = kv_head * problem.group * problem.head_tiles + first_q // c.ROWS + sequence
+        dq_tile = kv_head * problem.group * problem.head_tiles + first_q // config.ROWS + sequence
     else:
         key_tiles = (problem.seqlen_k + KEYS - 1) // KEYS
         owner, tile = by_groups(index, key_tiles, n_seqs * problem.kv_heads, problem.head_group, True)
-        if c.ORDERED:
+        if config.ORDERED:
             tile = key_tiles - 1 - tile
         sequence, kv_head = owner // problem.kv_heads, owner % problem.kv_heads
         first_q, first_k, len_q, len_k = 0, 0, problem.seqlen_q, problem.seqlen_k

@@ -39,17 +39,17 @@ def _blocks(smem, ME: gl.constexpr):
 
 
 @gluon.jit
-def _start(own, smem, slot, c):
+def _start(own, smem, slot, config):
     """INIT_GRADS: waits until dK and dV of the tile before have been stored, because their shared memory is that of _blocks."""
     tma.store_wait(0)
     barrier()
-    return pair_start(own, smem, slot, c)
+    return pair_start(own, smem, slot, config)
 
 
 @gluon.jit
-def _store_ds(dscores, smem, c, ME: gl.constexpr):
+def _store_ds(dscores, smem, config, ME: gl.constexpr):
     """STORE_DS: stores a step's dS with a row for each block."""
-    by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, c.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
+    by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, config.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
     _blocks(smem, ME).store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
 
 
@@ -60,10 +60,10 @@ def no_diagonals():
 
 
 @gluon.jit
-def _start_sums(sums, ds, head, smem, c, ME: gl.constexpr):
+def _start_sums(sums, ds, head_params, smem, config, ME: gl.constexpr):
     """START_SUMS: the product of the blocks of dS and diagonal_picks, which the variant has in head.own.picks."""
     # [blocks, BLOCK * BLOCK] x [BLOCK * BLOCK, PICKS]
-    return (warpgroup_mma(_blocks(smem, ME), head.own.picks.permute((1, 0)), sums, is_async=True),)
+    return (warpgroup_mma(_blocks(smem, ME), head_params.own.picks.permute((1, 0)), sums, is_async=True),)
 
 
 # a variant adds END_SUMS and STORE_SUMS

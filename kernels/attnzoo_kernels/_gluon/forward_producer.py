@@ -28,10 +28,10 @@ def load_parts(desc, tiles, full, slot, at, config):
 @gluon.jit
 def load_queries(desc, tile, q_step, program, config):
     """Loads a tile of queries, for each consumer its 64 rows, as the q_step-th load of queries."""
-    for c in gl.static_range(config.CONSUMERS):
-        at, phase = place_of_queries(q_step, c, config)
+    for consumer in gl.static_range(config.CONSUMERS):
+        at, phase = place_of_queries(q_step, consumer, config)
         mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
-        row = tile.row + rows_of(c, q_step, config) * ROWS
+        row = tile.row + rows_of(consumer, q_step, config) * ROWS
         load_parts(desc, program.tiles.q, program.bars.q_full, at,
                    place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED and not config.Q_UNGUARDED), config)
 

@@ -25,7 +25,7 @@ class Lists(NamedTuple):
 
 
 @gluon.jit
-def _listed_tile(problem, lists, c):
+def _listed_tile(problem, lists, config):
     """NEXT_TILE: the next tile of keys, with the lengths of its list as segments of steps."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     batch, kv_head, tile = listed_tile(index, lists.order, lists.tiles, problem.kv_heads, problem.n_tiles)
@@ -69,24 +69,24 @@ def _bounds_of_head(lists, smem, slot, member, bounds):
 
 
 @gluon.jit
-def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, config):
     """LOAD_Q: also tells the consumers which tile of queries it is."""
     write_word(lists.numbers.index(stage), j)
     load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
 
 @gluon.jit
-def _query_tile(lists, bars, step, n, c):
+def _query_tile(lists, bars, step, n, config):
     """QUERY_TILE: the number that the producer warp has written to shared memory."""
-    stage = await_full(bars.q_full, step, c.STAGES)
+    stage = await_full(bars.q_full, step, config.STAGES)
     return read_word(lists.numbers.index(stage))
 
 
 @gluon.jit
-def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
+def _own(tensors, numbers, problem, dtype: gl.constexpr, config):
     """OWN: the Lists."""
     return Lists(tensors[0], tensors[1], tensors[2], *numbers,
-                 gl.allocate_shared_memory(gl.int32, [c.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])))
+                 gl.allocate_shared_memory(gl.int32, [config.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])))
 
 
 def hooks(grouped: bool) -> tuple:

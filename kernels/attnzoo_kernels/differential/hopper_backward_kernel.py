@@ -67,36 +67,36 @@ def statistics(stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, colu
 
 
 @gluon.jit
-def weights_of(scores, smem, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, low, high, scale, c, MASKED: gl.constexpr):
+def weights_of(scores, smem, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, low, high, scale, config, MASKED: gl.constexpr):
     """The softmax weights of a step's scores, or of one half of their columns. WHICH: the branch's LSE, SIDE: as in `statistics`."""
     count: gl.constexpr = scores.shape[1]
     x = scores * scale - statistics(smem.stats, stage, WHICH, SIDE, gl.SliceLayout(0, scores.type.layout), count)
     if MASKED:
-        x = masked_scores(x, smem.columns.slice(SIDE * count, count), low, high, c)
+        x = masked_scores(x, smem.columns.slice(SIDE * count, count), low, high, config)
     return gl.exp2(x)
 
 
 @gluon.jit
-def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, high, scale, c, MASKED: gl.constexpr):
+def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, high, scale, config, MASKED: gl.constexpr):
     """For half of a step's queries: (dS of the second branch, the combined weights P1 - lambda P2, rounded to 16 bits). p: P1, `packed`."""
     layout: gl.constexpr = scores.type.layout
     column: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = smem.k.dtype
-    weights = weights_of(scores, smem, stage, 2, SIDE, low, high, scale, c, MASKED)
+    weights = weights_of(scores, smem, stage, 2, SIDE, low, high, scale, config, MASKED)
     weights = weights * statistics(smem.stats, stage, 4, SIDE, column)
     ds = (weights * (statistics(smem.stats, stage, 3, SIDE, column) - dweights)).to(dtype)
     return ds, (unpacked_floats(p, layout, dtype) - weights).to(dtype)
 
 
 @gluon.jit
-def _first_scores(smem, bars, step, c, ME: gl.constexpr):
+def _first_scores(smem, bars, step, config, ME: gl.constexpr):
     """The first branch's scores of a step."""
-    _, pending = scores_in_flight(smem.q[0], smem, bars, step, c, ME)
+    _, pending = scores_in_flight(smem.q[0], smem, bars, step, config, ME)
     return warpgroup_mma_wait(0, deps=(pending,))
 
 
 @gluon.jit
-def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, ME: gl.constexpr, SHARED_K: gl.constexpr,
+def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, config, ME: gl.constexpr, SHARED_K: gl.constexpr,
           MASKED: gl.constexpr, LAST: gl.constexpr):
     """Adds a step's share to dK1, dK2 and dV. It takes the scores of its first branch and returns those of the next step."""
     q1_tiles, q2_tiles = smem.q
@@ -107,7 +107,7 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     second: gl.constexpr = 0 if SHARED_K else 2  # where the second branch's keys lie
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
     slot, slot_phase = ring(step, 2)
-    stage = await_full(bars.do_full, step, c.STAGES)
+    stage = await_full(bars.do_full, step, config.STAGES)
     # [HALF, BLOCK_DV] x [BLOCK_DV, ROWS], for both branches
     pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     left, right = halves(scores)
@@ -115,8 +115,8 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     row: gl.constexpr = gl.SliceLayout(1, left.type.layout)
     low = gl.convert_layout(low, row)
     high = gl.convert_layout(high, row)
-    left = weights_of(left, smem, stage, 0, 0, low, high, scale, c, MASKED)
-    right = weights_of(right, smem, stage, 0, 1, low, high, scale, c, MASKED)
+    left = weights_of(left, smem, stage, 0, 0, low, high, scale, config, MASKED)
+    right = weights_of(right, smem, stage, 0, 1, low, high, scale, config, MASKED)
     dleft, dright = halves(warpgroup_mma_wait(0, deps=(pending,)))
     ds1 = whole((left * (dleft - statistics(smem.stats, stage, 1, 0, column))).to(dtype),
                 (right * (dright - statistics(smem.stats, stage, 1, 1, column))).to(dtype), scores_layout)
@@ -131,8 +131,8 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q1_tiles.index(stage), dk1, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     left, right = halves(scores)
-    ds_left, p_left = _second_branch(left, pleft, dleft, smem, stage, 0, low, high, scale, c, MASKED)
-    ds_right, p_right = _second_branch(right, pright, dright, smem, stage, 1, low, high, scale, c, MASKED)
+    ds_left, p_left = _second_branch(left, pleft, dleft, smem, stage, 0, low, high, scale, config, MASKED)
+    ds_right, p_right = _second_branch(right, pright, dright, smem, stage, 1, low, high, scale, config, MASKED)
     ds2 = whole(ds_left, ds_right, scores_layout)
     p = whole(p_left, p_right, dv_operand)
     # [HALF, ROWS] x [ROWS, BLOCK_DV]
@@ -159,27 +159,27 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     add_to(dq_tile, dq)
     if not LAST:  # only now, because the scores need the registers of dQ
-        scores = _first_scores(smem, bars, step + 1, c, ME)
+        scores = _first_scores(smem, bars, step + 1, config, ME)
     return scores, dk1, dk2, dv
 
 
 @gluon.jit
-def branch_tiles(dtype: gl.constexpr, KEYS_OF: gl.constexpr, JOINT: gl.constexpr, c):
+def branch_tiles(dtype: gl.constexpr, KEYS_OF: gl.constexpr, JOINT: gl.constexpr, config):
     """Shared of both branches. KEYS_OF: how many branches have keys, one or two. JOINT: a step's queries of both branches lie in one
     buffer, as neighbouring columns of scores, and dQ goes through shared memory. Otherwise each branch's queries have their own buffer,
     because reading both from one takes more registers, which would be spilled."""
     if JOINT:
-        q = shared_tiles(dtype, 2 * c.STAGES, ROWS, c.WIDTH)
+        q = shared_tiles(dtype, 2 * config.STAGES, ROWS, config.WIDTH)
     else:
-        q = shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH), shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH)
-    do = shared_tiles(dtype, c.STAGES, ROWS, c.VALUE_WIDTH)
-    k, v = shared_tiles(dtype, 2 * KEYS_OF, HALF, c.WIDTH), shared_tiles(dtype, 2, HALF, c.VALUE_WIDTH)
+        q = shared_tiles(dtype, config.STAGES, ROWS, config.WIDTH), shared_tiles(dtype, config.STAGES, ROWS, config.WIDTH)
+    do = shared_tiles(dtype, config.STAGES, ROWS, config.VALUE_WIDTH)
+    k, v = shared_tiles(dtype, 2 * KEYS_OF, HALF, config.WIDTH), shared_tiles(dtype, 2, HALF, config.VALUE_WIDTH)
     if JOINT:
         ds, dq = shared_tiles(dtype, 4, HALF, 2 * ROWS), shared_tiles(gl.float32, 2, 128, 32)
     else:
         ds, dq = shared_tiles(dtype, 8, HALF, ROWS), ()  # of two steps, both branches and both consumers
     return Shared(q=q, do=do, k=k, v=v, ds=ds, dq=dq, out=shared_tiles(dtype, 2, HALF, 64),
-                  stats=shared_tiles(gl.float32, 2 * c.STAGES, 1, STATS), columns=column_numbers(ROWS), work=tile_words())
+                  stats=shared_tiles(gl.float32, 2 * config.STAGES, 1, STATS), columns=column_numbers(ROWS), work=tile_words())
 
 
 class Own(NamedTuple):
@@ -189,46 +189,46 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def _start(own, smem, slot, c):
+def _start(own, smem, slot, config):
     """INIT_GRADS: (dK1, dK2, dV, place in a branch's dQ)."""
     dk2 = 0
     if own.dk2_desc is not None:
-        dk2 = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
-    dk1, dv = pair_start(own, smem, slot, c)
-    return dk1, dk2, dv, word(smem.work, slot, "dq_tile").to(gl.int64) * (ROWS * c.WIDTH)
+        dk2 = gl.zeros([HALF, config.WIDTH], gl.float32, product_layout(config.WIDTH))
+    dk1, dv = pair_start(own, smem, slot, config)
+    return dk1, dk2, dv, word(smem.work, slot, "dq_tile").to(gl.int64) * (ROWS * config.WIDTH)
 
 
 @gluon.jit
-def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, config, ME: gl.constexpr):
     """MAINLOOP: the first branch's scores are computed one step ahead, except for those of a head's first step."""
     dk1, dk2, dv, dq_place = state
     begin, full_begin, full_end, end = bounds
     dq_tile = own.dq[ME] + dq_place
     if end > begin:
         for _ in range(problem.group):
-            scores = _first_scores(smem, bars, at, c, ME)
+            scores = _first_scores(smem, bars, at, config, ME)
             before = at - begin
             segments = (begin, gl.maximum(gl.minimum(full_begin, end - 1), begin), gl.maximum(gl.minimum(full_end, end - 1), begin),
                         end - 1, end)
             for segment in gl.static_range(4):
-                if segment != 2 or c.HAS_LEFT:
+                if segment != 2 or config.HAS_LEFT:
                     for i in range(segments[segment], segments[segment + 1]):
                         scores, dk1, dk2, dv = _step(
-                            scores, dk1, dk2, dv, smem, bars, dq_tile + i * (ROWS * c.WIDTH), before + i, scale, low - i * ROWS,
-                            high - i * ROWS, c, ME, own.dk2_desc is None, segment != 1, segment == 3)
+                            scores, dk1, dk2, dv, smem, bars, dq_tile + i * (ROWS * config.WIDTH), before + i, scale, low - i * ROWS,
+                            high - i * ROWS, config, ME, own.dk2_desc is None, segment != 1, segment == 3)
             at = before + end
-            dq_tile += problem.head_tiles * (ROWS * c.WIDTH)
+            dq_tile += problem.head_tiles * (ROWS * config.WIDTH)
     return (dk1, dk2, dv), at
 
 
 @gluon.jit
-def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, config, ME: gl.constexpr):
     """STORE_GRADS. grads: of the first branch and the values."""
     dk1, dk2, dv = state
-    pair_store(grads, own, buffer, (dk1, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
+    pair_store(grads, own, buffer, (dk1, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, config, ME)
     if own.dk2_desc is not None:
         store_keys(own.dk2_desc, own.dk2_ptr, grads.stride_dk, grads.stride_dk_head, buffer, (dk2 * dk_scale).to(buffer.dtype), batch,
-                   kv_head, first_k, row, len_k, c.HEAD_DIM, c.PACKED)
+                   kv_head, first_k, row, len_k, config.HEAD_DIM, config.PACKED)
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
@@ -242,14 +242,14 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
                                    PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr,
                                    REGISTERS: gl.constexpr):
     """k2, dk2 and their tails are None where the branches share their keys."""
-    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, INIT_GRADS=_start, MAINLOOP=_mainloop,
-               STORE_GRADS=_store)
-    smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, c)
+    config = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
+                    HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, INIT_GRADS=_start,
+                    MAINLOOP=_mainloop, STORE_GRADS=_store)
+    smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, config)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(4, 2), (), (), ())
     run_pair(Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),
                     Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k1_tail_desc, k2_tail_desc, v_tail_desc), stats_desc),
              Gradients(dk1_desc, dv_desc, dk1_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM), smem, bars,
              None, None,
              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                     window_left, window_right), Own((dq1_ptr, dq2_ptr), dk2_desc, dk2_ptr), scale, softmax_scale, REGISTERS, 24, c)
+                     window_left, window_right), Own((dq1_ptr, dq2_ptr), dk2_desc, dk2_ptr), scale, softmax_scale, REGISTERS, 24, config)

@@ -35,14 +35,15 @@ def _load_queries(branches, stats_desc, first, second, smem, bars, stage, batch,
 
 
 @gluon.jit
-def load_queries(branches, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def load_queries(branches, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, config):
     """LOAD_Q: both branches' queries use one buffer."""
     _load_queries(branches, stats_desc, smem.q.index(stage * 2), smem.q.index(stage * 2 + 1), smem, bars, stage, batch, head, row,
                   stats_tile)
 
 
 @gluon.jit
-def load_queries_apart(branches, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def load_queries_apart(branches, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr,
+                       config):
     """LOAD_Q: each branch's queries have a buffer of their own."""
     _load_queries(branches, stats_desc, smem.q[0].index(stage), smem.q[1].index(stage), smem, bars, stage, batch, head, row, stats_tile)
 

@@ -44,7 +44,7 @@ class StepParams(NamedTuple):
 
 
 @gluon.jit
-def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
+def _own(tensors, numbers, problem, dtype: gl.constexpr, config):
     """OWN: an Own."""
     sums = ()  # Triton 3.6 returns no struct with None in it
     picks = ()
@@ -55,55 +55,56 @@ def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def _end_sums(products, step_params, head, dq_tile, c):
+def _end_sums(products, step_params, head_params, dq_tile, config):
     """END_SUMS: the sums go to memory if the entries of this step and the next one are not all the same."""
     sums = products[0]
-    first, count = step_params.first, head.own.count
+    first, count = step_params.first, head_params.own.count
     if several(first, HALF, count):
-        add_diagonals(sums, head.sums + first)
+        add_diagonals(sums, head_params.sums + first)
         sums = no_diagonals()
-    elif entry(first, count) != entry(first + (2 * c.ROWS - 1), count):
-        add_all_diagonals(sums, head.sums + entry(first, count))
+    elif entry(first, count) != entry(first + (2 * config.ROWS - 1), count):
+        add_all_diagonals(sums, head_params.sums + entry(first, count))
         sums = no_diagonals()
     return sums
 
 
 @gluon.jit
-def _store_sums(sums, head, bounds, c, ME: gl.constexpr):
+def _store_sums(sums, head_params, bounds, config, ME: gl.constexpr):
     """STORE_SUMS: stores the sums since the last step that took several entries."""
-    add_all_diagonals(sums, head.sums + entry(head.first + (bounds[3] - 1) * c.ROWS, head.own.count))
+    add_all_diagonals(sums, head_params.sums + entry(head_params.first + (bounds[3] - 1) * config.ROWS, head_params.own.count))
 
 
 @gluon.jit
-def _head_params(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+def _head_params(scale, own, smem, slot, member, dq_tile, problem, config, ME: gl.constexpr):
     """HEAD_PARAMS, with the query head's part of the table."""
     number = word(smem.work, slot, "kv_head") * problem.group + member
     first = word(smem.work, slot, "len_k") - word(smem.work, slot, "len_q") + own.origin - word(smem.work, slot, "key") - ME * HALF
     sums = ()
-    if c.INIT_SUMS is not None:
+    if config.INIT_SUMS is not None:
         sums = head_table(own.sums, number, own.count)
     return HeadParams(scale, own, head_table(own.table, number, own.count), sums, first, dq_tile)
 
 
 @gluon.jit
-def _step_params(dq_tile, head, c):
+def _step_params(dq_tile, head_params, config):
     """STEP_PARAMS: a StepParams."""
-    first = head.first + (dq_tile - head.dq_tile) * c.ROWS
-    return StepParams(first, several(first, HALF, head.own.count), gl.load(head.entries + entry(first, head.own.count)))
+    first = head_params.first + (dq_tile - head_params.dq_tile) * config.ROWS
+    return StepParams(first, several(first, HALF, head_params.own.count), gl.load(head_params.entries + entry(first,
+                                                                                                              head_params.own.count)))
 
 
 @gluon.jit
-def _weights(scores, step_params, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def _weights(scores, step_params, smem, stage, head_params, low, high, config, MASKED: gl.constexpr):
     """WEIGHTS, with the bias."""
-    x = scores * head.scale
+    x = scores * head_params.scale
     if step_params.biased:
         key = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout)) ^ (HALF - 1)  # from the last one: XOR becomes constant offsets
-        query = gl.arange(0, c.ROWS, gl.SliceLayout(0, x.type.layout))
-        x += gl.load((head.entries + (step_params.first - (HALF - 1)) + key)[:, None] + query[None, :])
+        query = gl.arange(0, config.ROWS, gl.SliceLayout(0, x.type.layout))
+        x += gl.load((head_params.entries + (step_params.first - (HALF - 1)) + key)[:, None] + query[None, :])
     common = gl.where(step_params.biased, 0.0, step_params.common)
-    x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - common)[None, :]
+    x = x - (row_statistics(smem.stats, stage, 0, config.ROWS, gl.SliceLayout(0, x.type.layout)) - common)[None, :]
     if MASKED:
-        x = masked_scores(x, smem.columns, low, high, c)
+        x = masked_scores(x, smem.columns, low, high, config)
     return gl.exp2(x)
 
 

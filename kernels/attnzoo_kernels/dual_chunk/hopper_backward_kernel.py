@@ -25,10 +25,10 @@ class Stages(NamedTuple):
 
 
 @gluon.jit
-def _stages_of_tile(own, key, len_q, len_k, c):
+def _stages_of_tile(own, key, len_q, len_k, config):
     """TILE_PARAMS: `own` is (chunk, near, batches of a copy, tiles of a buffer)."""
-    first = ((key // own[0] + 1) * own[0] - (len_k - len_q)) // c.ROWS
-    return Stages(first, first + (own[1] + c.ROWS - 1) // c.ROWS, own[2], own[3])
+    first = ((key // own[0] + 1) * own[0] - (len_k - len_q)) // config.ROWS
+    return Stages(first, first + (own[1] + config.ROWS - 1) // config.ROWS, own[2], own[3])
 
 
 @gluon.jit
@@ -37,16 +37,16 @@ def _stage(tile_params, j):
 
 
 @gluon.jit
-def _buffer(tile_params, j, c):
+def _buffer(tile_params, j, config):
     """DQ_BUFFER: that of the stage."""
     return _stage(tile_params, j) * tile_params.buffer
 
 
 @gluon.jit
-def _load_queries(operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+def _load_queries(operands, stats_desc, smem, bars, tile_params, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, config):
     """LOAD_Q: of the copy for the stage. A copy of packed sequences is one batch, one of their ends is not."""
     copy = _stage(tile_params, j)
-    if IN_TAIL or not c.PACKED:
+    if IN_TAIL or not config.PACKED:
         copy *= tile_params.copy
     load_step(operands, stats_desc, smem, bars, stage, copy + batch, batch, head, row, stats_tile)
 

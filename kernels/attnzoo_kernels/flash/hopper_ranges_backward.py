@@ -37,14 +37,14 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def own(tensors, numbers, problem, dtype: gl.constexpr, c):
+def own(tensors, numbers, problem, dtype: gl.constexpr, config):
     """OWN. numbers: how many ranges there are, rows of `order` before the last one, and divided tiles."""
     table = Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
     return Own(table, tensors[1], tensors[1] + numbers[1] * WIDTH, tensors[2], numbers[2])
 
 
 @gluon.jit
-def table_of(own, key, len_q, len_k, c):
+def table_of(own, key, len_q, len_k, config):
     """TILE_PARAMS: the Table."""
     return own.table
 
@@ -77,7 +77,7 @@ def first_and_last(r, key, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def next_key_tile(problem, own, c):
+def next_key_tile(problem, own, config):
     """NEXT_TILE. The KeyTile's fields hold other numbers than in flash's backward: `begin` and full_end are the first query head of the
     group and the one behind the last, full_begin is the first entry of the tile's walk, and `end` is the number of steps of a query head.
     number: 3 * (number of the divided tile) + 1 for its first part, + 2 for its second one; a multiple of 3 if the tile is not divided."""
@@ -127,9 +127,9 @@ def next_step_of_128(table, state, n):
 
 
 @gluon.jit
-def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, config, ME: gl.constexpr):
     """MAINLOOP: for each query head, the steps of all ranges, in segments with a mask and without."""
-    ROWS: gl.constexpr = c.ROWS
+    ROWS: gl.constexpr = config.ROWS
     step = at
     dq_tile = word(smem.work, slot, "dq_tile") + word(smem.work, slot, "begin") * problem.head_tiles
     dq_end = dq_tile  # the end of the dQ tiles made so far
@@ -146,25 +146,25 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
                 following = touching(table, entry - 1, key)
                 known = entry
             state = head_steps(state, at, step - begin, (begin, full_begin, full_end, end), dq_tile, dq_end, low, high, table, smem, bars,
-                               dq_desc, scale, c, ME)
+                               dq_desc, scale, config, ME)
             step += end - begin
             dq_end = gl.where(end > begin, dq_tile + end, dq_end)
             entry = following
         dq_tile += problem.head_tiles
-    hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME)
+    hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, config, ME)
     return state, step
 
 
 @gluon.jit
-def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, c):
+def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, config):
     """DQ_STEPS: adds dQ range by range, in the order in which the consumers make it."""
     first += seen.begin * problem.head_tiles
     for _ in range(seen.begin, seen.full_end):
         entry = seen.full_begin
         while entry >= 0:
-            _, begin, _, _, end = queries_of(table, entry, seen.key, c.ROWS)
+            _, begin, _, _, end = queries_of(table, entry, seen.key, config.ROWS)
             for j in range(begin, end):
-                add_tile(dq_desc, dq_semaphore, smem, bars, first + j, j, step, seen, table, problem.window_right, c)
+                add_tile(dq_desc, dq_semaphore, smem, bars, first + j, j, step, seen, table, problem.window_right, config)
                 step += 1
             entry = touching(table, entry - 1, seen.key)
         first += problem.head_tiles
@@ -172,25 +172,25 @@ def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, prob
 
 
 @gluon.jit
-def store_part(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+def store_part(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, config, ME: gl.constexpr):
     """STORE_GRADS: the first part of a divided tile writes its sums to memory, and the second part adds them to its own. It waits for them.
     That is no deadlock: the first part was taken from the counter earlier, and waits for nothing."""
     dk, dv = state
-    layout: gl.constexpr = product_layout(c.WIDTH)
+    layout: gl.constexpr = product_layout(config.WIDTH)
     tile = number // 3
     part = number % 3
     flag = own.sums.to(gl.pointer_type(gl.int32), bitcast=True) + 2 * tile + ME
     sums = own.sums + 2 * own.divided
     if part == 1:
-        write_to(sums + (4 * tile + ME).to(gl.int64) * (HALF * c.WIDTH), dk)
-        write_to(sums + (4 * tile + 2 + ME).to(gl.int64) * (HALF * c.WIDTH), dv)
+        write_to(sums + (4 * tile + ME).to(gl.int64) * (HALF * config.WIDTH), dk)
+        write_to(sums + (4 * tile + 2 + ME).to(gl.int64) * (HALF * config.WIDTH), dv)
         announce(flag)
     else:
         await_flag(flag, part == 2)
         before = gl.where(part == 2, sums.to(gl.int64, bitcast=True), 0).to(sums.dtype, bitcast=True)
-        dk += sum_so_far(before, 2 * tile, ME, c.WIDTH, layout)
-        dv += sum_so_far(before, 2 * tile + 1, ME, c.WIDTH, layout)
-        pair_store(grads, own, buffer, (dk, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
+        dk += sum_so_far(before, 2 * tile, ME, config.WIDTH, layout)
+        dv += sum_so_far(before, 2 * tile + 1, ME, config.WIDTH, layout)
+        pair_store(grads, own, buffer, (dk, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, config, ME)
 
 
 HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own), ("TILE_PARAMS", table_of), ("NEXT_TILE", next_key_tile),

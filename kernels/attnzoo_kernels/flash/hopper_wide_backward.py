@@ -75,21 +75,21 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def _tiles(source, c):
+def _tiles(source, config):
     """The Shared of a program. dK and dV are stored through the shared memory of dQ."""
     dtype: gl.constexpr = source.tensors.do.dtype
-    ROWS: gl.constexpr = c.ROWS
+    ROWS: gl.constexpr = config.ROWS
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, 128], dtype)
     dq = DqTiles(shared_tiles(gl.float32, 2, 128, 32), shared_tiles(gl.float32, 2, 64, 32))
     return Shared(
-        q=(shared_tiles(dtype, c.STAGES, ROWS, 128), shared_tiles(dtype, c.STAGES, ROWS, 64)),
-        do=shared_tiles(dtype, c.STAGES, ROWS, 128), k=(shared_tiles(dtype, 2, HALF, 128), shared_tiles(dtype, 2, HALF, 64)),
+        q=(shared_tiles(dtype, config.STAGES, ROWS, 128), shared_tiles(dtype, config.STAGES, ROWS, 64)),
+        do=shared_tiles(dtype, config.STAGES, ROWS, 128), k=(shared_tiles(dtype, 2, HALF, 128), shared_tiles(dtype, 2, HALF, 64)),
         v=shared_tiles(dtype, 2, HALF, 128), out=dq.wide._reinterpret(dtype, [2, HALF, 128], OUT), ds=shared_tiles(dtype, 2, HALF, ROWS),
-        dq=dq, stats=shared_tiles(gl.float32, c.STAGES, 1, 2 * ROWS), columns=column_numbers(ROWS), work=tile_words())
+        dq=dq, stats=shared_tiles(gl.float32, config.STAGES, 1, 2 * ROWS), columns=column_numbers(ROWS), work=tile_words())
 
 
 @gluon.jit
-def _start(own, smem, slot, c):
+def _start(own, smem, slot, config):
     """INIT_GRADS: zeros for both parts of dK, and for dV."""
     return (gl.zeros([HALF, 128], gl.float32, product_layout(128)), gl.zeros([HALF, 64], gl.float32, product_layout(64)),
             gl.zeros([HALF, 128], gl.float32, product_layout(128)))
@@ -118,27 +118,27 @@ def _add_dq(wide, narrow, smem, bars, dq_desc, dq_tile, ME: gl.constexpr):
 
 
 @gluon.jit
-def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, config, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP. It adds the first part of dK of the step before, whose product runs beside this step's exponentials."""
     dk, dk_rest, dv, at = sums
     dtype: gl.constexpr = smem.do.dtype
-    of_scores: gl.constexpr = product_layout(c.ROWS)
+    of_scores: gl.constexpr = product_layout(config.ROWS)
     ds_phase = step & 1
-    stage, scores_pending = scores_in_flight(smem.q, smem, bars, step, c, ME)
+    stage, scores_pending = scores_in_flight(smem.q, smem, bars, step, config, ME)
     dk_pending = _late_dk(dk, smem, step, at, ME)
-    await_full(bars.do_full, step, c.STAGES)
+    await_full(bars.do_full, step, config.STAGES)
     mbarrier.wait(bars.ds_empty.index(ME), ds_phase ^ 1)
     scores = warpgroup_mma_wait(1, deps=(scores_pending,))
-    p = packed(gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED)), dtype, MOVABLE=False)
+    p = packed(gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, config, MASKED)), dtype, MOVABLE=False)
     # [HALF, 128] x [128, ROWS]
     dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
-                                     gl.zeros([HALF, c.ROWS], gl.float32, of_scores), use_acc=False, is_async=True)
+                                     gl.zeros([HALF, config.ROWS], gl.float32, of_scores), use_acc=False, is_async=True)
     rounded = unpacked_rounded(p, gl.DotOperandLayout(0, dv.type.layout, 2), dtype)
     # [HALF, ROWS] x [ROWS, 128]
     dv_pending = warpgroup_mma(rounded, smem.do.index(stage), dv, is_async=True)
     dk, dweights = warpgroup_mma_wait(1, deps=(dk_pending, dweights_pending))
     mbarrier.expect(bars.step_empty.index((step + 1) & 1), 0, pred=some)  # releases the step before, which the late product has read
-    delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, of_scores))
+    delta = row_statistics(smem.stats, stage, 1, config.ROWS, gl.SliceLayout(0, of_scores))
     dscores = packed(unpacked_floats(p, of_scores, dtype) * (dweights - delta[None, :]), dtype, MOVABLE=False)
     smem.ds.index(ME).store(unpacked_rounded(dscores, of_scores, dtype))
     fence_async_shared()
@@ -156,9 +156,9 @@ def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, M
 
 
 @gluon.jit
-def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, config, ME: gl.constexpr):
     """MAINLOOP: pair_mainloop, and behind all steps the first part of dK of the last one."""
-    state, end = pair_mainloop(state + (at,), at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME)
+    state, end = pair_mainloop(state + (at,), at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, config, ME)
     dk, dk_rest, dv, at = state
     dk = warpgroup_mma_wait(0, deps=(_late_dk(dk, smem, end, at, ME),))
     mbarrier.expect(bars.step_empty.index((end + 1) & 1), 0, pred=end > at)
@@ -166,18 +166,18 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
 
 
 @gluon.jit
-def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, config, ME: gl.constexpr):
     """STORE_GRADS: dV and both parts of dK."""
     dk, dk_rest, dv = state
     dtype: gl.constexpr = buffer.dtype
     REST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, 64], dtype)
     store_keys(grads.dv_desc, grads.dv_ptr, grads.stride_dv, grads.stride_dv_head, buffer, dv.to(dtype), batch, kv_head, first_k, row,
-               len_k, c.VALUE_DIM, c.PACKED)
+               len_k, config.VALUE_DIM, config.PACKED)
     store_keys(grads.dk_desc, grads.dk_ptr, grads.stride_dk, grads.stride_dk_head, buffer, (dk * dk_scale).to(dtype), batch, kv_head,
-               first_k, row, len_k, 128, c.PACKED)
+               first_k, row, len_k, 128, config.PACKED)
     store_keys(own.desc, own.ptr, grads.stride_dk, grads.stride_dk_head,
                buffer._reinterpret(dtype, [2, HALF, 64], REST).index(0), (dk_rest * dk_scale).to(dtype), batch, kv_head, first_k, row,
-               len_k, c.HEAD_DIM - 128, c.PACKED)
+               len_k, config.HEAD_DIM - 128, config.PACKED)
 
 
 @gluon.jit(do_not_specialize=["window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles", "n_tiles"],
@@ -191,15 +191,15 @@ def wide_bwd_kernel(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, do_desc, s
     """dq_wide_desc and dq_narrow_desc: of the same sums, by which a consumer's wide and its narrow columns are added."""
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, -1,
                       window_right)
-    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=128, VALUE_WIDTH=128, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-               HAS_LEFT=False, HAS_RIGHT=HAS_RIGHT, ORDERED=False, DQ_WARP=False, DQ_LAGS=False, LISTED=False, INIT_GRADS=_start,
-               STEP=_step, MAINLOOP=_mainloop, STORE_GRADS=_store)
+    config = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=128, VALUE_WIDTH=128, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+                    PACKED=PACKED, HAS_LEFT=False, HAS_RIGHT=HAS_RIGHT, ORDERED=False, DQ_WARP=False, DQ_LAGS=False, LISTED=False,
+                    INIT_GRADS=_start, STEP=_step, MAINLOOP=_mainloop, STORE_GRADS=_store)
     source = Source(Operands((q_desc, q_rest_desc), (k_desc, k_rest_desc), v_desc, do_desc),
                     Operands((q_tail_desc, q_rest_tail_desc), (k_tail_desc, k_rest_tail_desc), v_tail_desc, do_tail_desc), stats_desc)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(2, 1), (), (), barriers(2, 1))
-    run_pair(source, Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM), _tiles(source, c), bars,
+    run_pair(source, Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM), _tiles(source, config), bars,
              (dq_wide_desc, dq_narrow_desc), None, problem, Own(dk_rest_desc, dk_rest_ptr), scale, softmax_scale, REGISTERS,
-             LOAD_REGISTERS, c)
+             LOAD_REGISTERS, config)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_delta: bool, deterministic: bool) -> str | None:

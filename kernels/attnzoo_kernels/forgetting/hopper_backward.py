@@ -35,12 +35,12 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
+def _own(tensors, numbers, problem, dtype: gl.constexpr, config):
     """OWN: an Own."""
     ends = ()  # Triton 3.6 returns no struct with None in it
     if tensors[4] is not None:
         ends = tensors[4]
-    ones, columns = ones_and_columns(dtype, c)
+    ones, columns = ones_and_columns(dtype, config)
     return Own(tensors[0], tensors[1], tensors[2], tensors[3], ends, ones, columns)
 
 
@@ -51,9 +51,9 @@ def _columns(own):
 
 
 @gluon.jit
-def _blocks(batch, number, kv_head, key, problem, c):
+def _blocks(batch, number, kv_head, key, problem, config):
     """(number of the block of c with the keys from `key` on for a group's first query head, blocks of a query head)."""
-    if c.PACKED:
+    if config.PACKED:
         head_tiles = problem.seqlen_k // BLOCK + problem.n_seqs + 1
         block = kv_head * problem.group * head_tiles + number % head_tiles
     else:
@@ -63,17 +63,17 @@ def _blocks(batch, number, kv_head, key, problem, c):
 
 
 @gluon.jit
-def _pruned_tile(problem, own, c):
+def _pruned_tile(problem, own, config):
     """NEXT_TILE: next_key_tile, whose steps end with the last queries that do not skip the tile, for any query head of the group."""
-    t, sequence, first_q = next_key_tile(problem, own, c)
-    block, head_tiles = _blocks(t.batch, t.number, t.kv_head, t.key, problem, c)
+    t, sequence, first_q = next_key_tile(problem, own, config)
+    block, head_tiles = _blocks(t.batch, t.number, t.kv_head, t.key, problem, config)
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     last = 0
     for first in range(0, problem.group, 32):
         member = first + lanes
         there = (member < problem.group) & (t.more != 0)
         last = gl.maximum(last, gl.max(gl.load(own.ends + (block + member * head_tiles), mask=there, other=0), 0))
-    end = gl.maximum(gl.minimum(t.end, last * (BLOCK // c.ROWS)), t.begin)
+    end = gl.maximum(gl.minimum(t.end, last * (BLOCK // config.ROWS)), t.begin)
     return KeyTile(t.more, t.batch, t.kv_head, t.key, t.begin, gl.minimum(t.full_begin, end), gl.minimum(t.full_end, end), end, t.len_q,
                    t.len_k, t.first_k, t.dq_tile, t.number), sequence, first_q
 
@@ -92,51 +92,53 @@ class HeadParams(NamedTuple):
 
 
 @gluon.jit
-def _head_params(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+def _head_params(scale, own, smem, slot, member, dq_tile, problem, config, ME: gl.constexpr):
     """HEAD_PARAMS: a HeadParams."""
     key = word(smem.work, slot, "key")
     first, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), word(smem.work, slot, "kv_head"), key,
-                                problem, c)
+                                problem, config)
     tile = first + member * head_tiles
     start = block_start(own.starts, tile)
     keys = tile.to(gl.int64) * KEYS + ME * HALF
-    near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
+    near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(config.ROWS))))
     return HeadParams(scale, 1 / scale, own, start, near, tile, tile - key // KEYS, dq_tile)
 
 
 @gluon.jit
-def _step_params(dq_tile, head, c):
+def _step_params(dq_tile, head_params, config):
     """STEP_PARAMS: c at the start of the keys' block minus c at the start of the queries' block, in the unit of the products."""
-    j = dq_tile - head.dq_tile
-    return start_difference(head.start, block_start(head.own.starts, head.first_tile + j * c.ROWS // BLOCK)) * head.unit
+    j = dq_tile - head_params.dq_tile
+    return start_difference(head_params.start, block_start(head_params.own.starts,
+                                                           head_params.first_tile + j * config.ROWS // BLOCK)) * head_params.unit
 
 
 @gluon.jit
-def _weights(scores, difference, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def _weights(scores, difference, smem, stage, head_params, low, high, config, MASKED: gl.constexpr):
     """WEIGHTS, with the bias. difference: as _step_params gives it."""
-    return softmax_weights(scores - (head.near + difference)[:, None], difference, smem, stage, head.scale, low, high, c, MASKED)
+    return softmax_weights(scores - (head_params.near + difference)[:, None], difference, smem, stage, head_params.scale, low, high, config,
+                           MASKED)
 
 
 @gluon.jit
-def _start_sums(columns, ds, head, smem, c, ME: gl.constexpr):
+def _start_sums(columns, ds, head_params, smem, config, ME: gl.constexpr):
     """START_SUMS: the products that sum dS of a step by key and by query."""
-    ones = head.own.ones
+    ones = head_params.own.ones
     return sum_in_flight(ds, False, columns, ones), sum_in_flight(ds, True, no_sums(), ones)
 
 
 @gluon.jit
-def _end_sums(products, difference, head, dq_tile, c):
+def _end_sums(products, difference, head_params, dq_tile, config):
     """END_SUMS: adds the sums by query to global memory."""
     columns, rows = products
-    add_rows(rows, head.own.rows, dq_tile, c)
+    add_rows(rows, head_params.own.rows, dq_tile, config)
     return columns
 
 
 @gluon.jit
-def _store_sums(columns, head, bounds, c, ME: gl.constexpr):
+def _store_sums(columns, head_params, bounds, config, ME: gl.constexpr):
     """STORE_SUMS: stores the sums by key."""
-    keys = head.tile.to(gl.int64) * KEYS + ME * HALF
-    gl.store(head.own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, columns.type.layout)), first_column(columns))
+    keys = head_params.tile.to(gl.int64) * KEYS + ME * HALF
+    gl.store(head_params.own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, columns.type.layout)), first_column(columns))
 
 
 HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("HEAD_PARAMS", _head_params), ("STEP_PARAMS", _step_params), ("WEIGHTS", _weights),

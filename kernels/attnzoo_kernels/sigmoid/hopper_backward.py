@@ -14,36 +14,36 @@ from attnzoo_kernels.sigmoid.options import Options
 
 
 @gluon.jit
-def own_bias(tensors, numbers, problem, dtype: gl.constexpr, c):
+def own_bias(tensors, numbers, problem, dtype: gl.constexpr, config):
     """OWN: the bias in base 2."""
     return numbers[0]
 
 
 @gluon.jit
-def bias_of_tile(own, key, len_q, len_k, c):
+def bias_of_tile(own, key, len_q, len_k, config):
     """TILE_PARAMS: the bias."""
-    return bias_of(own, len_k, c.OPTIONS)
+    return bias_of(own, len_k, config.OPTIONS)
 
 
 @gluon.jit
-def _gradient(weights, dweights, smem, stage, c):
+def _gradient(weights, dweights, smem, stage, config):
     """GRADIENT: dS = P (1 - P) dP."""
     dweights = weights * dweights
     return dweights - weights * dweights
 
 
 @gluon.jit
-def _head_params(scale, bias, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+def _head_params(scale, bias, smem, slot, member, dq_tile, problem, config, ME: gl.constexpr):
     """HEAD_PARAMS: (the scale that brings scores to base 2, the bias in base 2)."""
     return scale, bias
 
 
 @gluon.jit
-def _weights(scores, step_params, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+def _weights(scores, step_params, smem, stage, head_params, low, high, config, MASKED: gl.constexpr):
     """WEIGHTS. Queries after a sequence's end have an output gradient of zero, so they add nothing."""
-    scores = scores * head[0] + head[1]
+    scores = scores * head_params[0] + head_params[1]
     if MASKED:
-        scores = masked_scores(scores, smem.columns, low, high, c)
+        scores = masked_scores(scores, smem.columns, low, high, config)
     return sigmoid(scores)
 
 
