@@ -76,11 +76,41 @@ def first_and_last(r, key, ROWS: gl.constexpr):
     return low, gl.minimum(j - shift + r.left, r.other_length - 1) + r.other_first
 
 
+class RangesTile(NamedTuple):
+    """A tile of keys and its ranges, in place of a KeyTile. Fields without a comment are those of KeyTile, at the same places."""
+
+    more: Any
+    batch: Any
+    kv_head: Any
+    key: Any
+    first_member: Any  # the query heads of the group for which this part of the tile is computed are first_member .. end_member
+    first_entry: Any  # the entry of the last range that touches the tile, with which a query head's steps begin
+    end_member: Any
+    steps: Any  # of a query head
+    len_q: Any
+    len_k: Any
+    first_k: Any
+    dq_tile: Any
+    number: Any  # 3 * (number of the divided tile) + 1 for its first part, + 2 for its second one; a multiple of 3 if it is not divided
+
+
+@gluon.constexpr_function
+def _in_key_tile(name):
+    """The KeyTile's field at the place of the RangesTile's field `name`."""
+    names, fields = RangesTile._fields, KeyTile._fields
+    return fields[names.index(name)]
+
+
+@gluon.jit
+def ranges_word(work, slot, NAME: gl.constexpr):
+    """The field NAME of the RangesTile in a slot."""
+    FIELD: gl.constexpr = _in_key_tile(NAME)
+    return word(work, slot, FIELD)
+
+
 @gluon.jit
 def next_key_tile(problem, own, config):
-    """NEXT_TILE. The KeyTile's fields hold other numbers than in flash's backward: `begin` and full_end are the first query head of the
-    group and the one behind the last, full_begin is the first entry of the tile's walk, and `end` is the number of steps of a query head.
-    number: 3 * (number of the divided tile) + 1 for its first part, + 2 for its second one; a multiple of 3 if the tile is not divided."""
+    """NEXT_TILE: a RangesTile."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     items = gl.load(own.last)
     more = (index < items * problem.kv_heads).to(gl.int32)
@@ -89,19 +119,19 @@ def next_key_tile(problem, own, config):
     tile = gl.load(item)
     part = gl.load(item + 3)
     of_first = problem.group - problem.group // 2
-    begin = gl.where(part == 2, of_first, 0)
-    end = gl.where(part == 1, of_first, problem.group)
+    first_member = gl.where(part == 2, of_first, 0)
+    end_member = gl.where(part == 1, of_first, problem.group)
     number = 3 * (gl.load(item + 4) * problem.kv_heads + kv_head) + part
-    return KeyTile(more, 0, kv_head, tile * KEYS, begin, gl.load(item + 1), end, gl.load(item + 2), problem.seqlen_q, problem.seqlen_k, 0,
-                   kv_head * problem.group * problem.head_tiles, number), 0, 0
+    return RangesTile(more, 0, kv_head, tile * KEYS, first_member, gl.load(item + 1), end_member, gl.load(item + 2), problem.seqlen_q,
+                      problem.seqlen_k, 0, kv_head * problem.group * problem.head_tiles, number), 0, 0
 
 
 @gluon.jit
 def steps_of_part(table, tile, member):
     """LOADED_STEPS. The state is (entry, next tile of queries, end of the entry's tiles of queries, first key). At first the entry's tiles
     are at an end, so that _next_step looks for the first entry."""
-    steps = gl.where((member >= tile.begin) & (member < tile.full_end), tile.end, 0)
-    return 0, steps, (tile.full_begin + 1, 0, 0, tile.key)
+    steps = gl.where((member >= tile.first_member) & (member < tile.end_member), tile.steps, 0)
+    return 0, steps, (tile.first_entry + 1, 0, 0, tile.key)
 
 
 @gluon.jit
@@ -131,13 +161,13 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
     """MAINLOOP: for each query head, the steps of all ranges, in segments with a mask and without."""
     ROWS: gl.constexpr = config.ROWS
     step = at
-    dq_tile = word(smem.work, slot, "dq_tile") + word(smem.work, slot, "begin") * problem.head_tiles
+    dq_tile = word(smem.work, slot, "dq_tile") + ranges_word(smem.work, slot, "first_member") * problem.head_tiles
     dq_end = dq_tile  # the end of the dQ tiles made so far
     known = -1
     following = -1
     begin, full_begin, full_end, end = 0, 0, 0, 0
-    for _ in range(word(smem.work, slot, "begin"), word(smem.work, slot, "full_end")):
-        entry = word(smem.work, slot, "full_begin")
+    for _ in range(ranges_word(smem.work, slot, "first_member"), ranges_word(smem.work, slot, "end_member")):
+        entry = ranges_word(smem.work, slot, "first_entry")
         while entry >= 0:
             if entry != known:  # where a tile has one range, it is known from the first head on
                 key = word(smem.work, slot, "key")
@@ -158,9 +188,10 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
 @gluon.jit
 def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, config):
     """DQ_STEPS: adds dQ range by range, in the order in which the consumers make it."""
-    first += seen.begin * problem.head_tiles
-    for _ in range(seen.begin, seen.full_end):
-        entry = seen.full_begin
+    first_member, first_entry, end_member = seen.begin, seen.full_begin, seen.full_end  # `seen` is read from a RangesTile
+    first += first_member * problem.head_tiles
+    for _ in range(first_member, end_member):
+        entry = first_entry
         while entry >= 0:
             _, begin, _, _, end = queries_of(table, entry, seen.key, config.ROWS)
             for j in range(begin, end):
