@@ -5,7 +5,7 @@ the rings of shared memory. In the functions below,
     at          is the number of the first step of a tile of keys
     bounds      are (begin, full_begin, full_end, end): the tiles of queries that see it, as in KeyTile
     low, high   are the first and the last query that sees each of a consumer's keys
-    tile_params is what TILE_PARAMS returned for the tile of keys, `head` what HEAD_PARAMS returned for a query head
+    tile_params is what TILE_PARAMS returned for the tile of keys, head_params what HEAD_PARAMS returned for a query head
 """
 
 from typing import Any, NamedTuple

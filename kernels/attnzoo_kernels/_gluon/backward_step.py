@@ -237,7 +237,7 @@ def softmax_gradient(weights, dweights, smem, stage, config):
 
 @gluon.jit
 def softmax_weights(scores, step_params, smem, stage, head_params, low, high, config, MASKED: gl.constexpr):
-    """WEIGHTS of a softmax; `head` is the scale that brings scores to base 2."""
+    """WEIGHTS of a softmax; `head_params` is the scale that brings scores to base 2."""
     return gl.exp2(base_2_scores(scores, smem, stage, head_params, low, high, config, MASKED))
 
 

@@ -61,7 +61,7 @@ def no_diagonals():
 
 @gluon.jit
 def _start_sums(sums, ds, head_params, smem, config, ME: gl.constexpr):
-    """START_SUMS: the product of the blocks of dS and diagonal_picks, which the variant has in head.own.picks."""
+    """START_SUMS: the product of the blocks of dS and diagonal_picks, which the variant has in head_params.own.picks."""
     # [blocks, BLOCK * BLOCK] x [BLOCK * BLOCK, PICKS]
     return (warpgroup_mma(_blocks(smem, ME), head_params.own.picks.permute((1, 0)), sums, is_async=True),)
 
