@@ -8,6 +8,7 @@ import torch
 from paths import PATHS
 
 from attnzoo_kernels import dual_chunk_attention, flash_attention
+from attnzoo_kernels._triton import launch
 from attnzoo_kernels.dual_chunk import backward, forward, parts
 from attnzoo_kernels.dual_chunk.cases import CORRECTNESS, LARGE, Case, rotary_tables
 from attnzoo_kernels.dual_chunk.geometry import geometry
@@ -61,6 +62,16 @@ def test_tensor_descriptors_and_unlike_tiles(case, device, monkeypatch):
     monkeypatch.setattr(backward, "dq_tile", lambda *_: Tile(32, 16, 4, 1, tma=True))
     monkeypatch.setattr(backward, "dkdv_tile", lambda *_: Tile(16, 32, 4, 1, tma=True))
     check(case, device)
+
+
+@pytest.mark.skipif(GPU, reason="values are copied there in any case")
+@pytest.mark.parametrize("case", [Case(batch=2, seqlen_q=43, heads=2, head_dim=34), Case(lengths_q=(17, 0, 30), heads=2, head_dim=34)],
+                         ids=str)
+def test_values_that_are_copied_to_wider_rows_for_tma(case, device, monkeypatch, poisoned):
+    """The output is as wide as the values were: a wider row of it would reach into the next head's."""
+    monkeypatch.setattr(forward, "tma_readable", launch._widened)
+    monkeypatch.setattr(backward, "tma_readable", launch._widened)
+    check(replace(case, dtype=torch.float16), device)
 
 
 def scores(q, k, impl, **options):

@@ -101,6 +101,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(seqlen_q=61, heads=1, head_dim=40, rotary_dim=16),
     Case(seqlen_q=61, heads=1, head_dim=33, value_dim=17, rotary_dim=20, rope_interleaved=True),
     Case(seqlen_q=61, heads=1, head_dim=64, value_dim=128, rope_interleaved=True, causal=False),
+    Case(batch=2, seqlen_q=61, heads=2, head_dim=34),
     Case(batch=2, seqlen_q=50, heads=2, kv_heads=1, head_dim=32, strided=True, multiplier=True),
     Case(seqlen_q=97, heads=1, head_dim=32, q_scale=30.0, chunk_size=40),
     Case(seqlen_q=97, heads=1, head_dim=32, chunk_size=20, variant="chunkllama", causal=False, multiplier=True),

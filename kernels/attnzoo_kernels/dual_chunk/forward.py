@@ -68,7 +68,7 @@ def dual_chunk_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_
 def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layout, keys: Layout, q: torch.Size, k: torch.Size, v: Layout,
           out: Layout, stats_stride: int, options: Options) -> Launch:
     sequences, seqlen_q, seqlen_k = options.sizes(q, k)
-    constants = options.constants(q, v[0], dtype)
+    constants = options.constants(q, out[0], dtype)  # v may be a wider copy
     tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (queries, keys, v))
     # by Hopper's products, whose threads hold two rows of 64 where four warps share them
