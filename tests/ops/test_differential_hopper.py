@@ -10,7 +10,7 @@ from attnzoo_kernels.differential.cases import CORRECTNESS, LONG, Case
 from benchmarks.accuracy import assert_accurate
 
 pytestmark = [pytest.mark.hopper, pytest.mark.usefixtures("poisoned")]
-WIDTHS = ((64, 128, False), (64, 64, True), (128, 256, False), (128, 128, True))
+WIDTHS = ((64, 128, False), (64, 64, True), (64, 128, True), (128, 256, False), (128, 128, True))
 EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_dim=d, value_dim=dv, window_size=w, shared_keys=shared)
               for d, dv, shared in WIDTHS for m, n in ((192, 384), (333, 777), (777, 333))
               for w in ((-1, -1), (-1, 0), (64, 0), (100, 30)))
