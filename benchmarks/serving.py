@@ -97,8 +97,8 @@ def written(model: nn.Module, case: Case, prompts: list[list[int]], samples: int
     generation = GenerationConfig(max_new_tokens=new, num_return_sequences=samples, do_sample=True, top_k=top_k, eos_token_id=vocab_size,
                                   pad_token_id=vocab_size)
     pages = len(prompts) * samples * -(-(case.prompt + new) // PAGE) + 8
-    engine = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=max(case.prompt, 8192 if case.device == "cuda" else 64),
-                                      auto_switch_to_flash=False)
+    engine = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=max(case.prompt, 8192 if case.device == "cuda" else 64))
+    engine.auto_switch_to_flash = False  # older transformers have no such option and switch to nothing
     found = model.generate_batch(inputs=prompts, generation_config=generation, continuous_batching_config=engine, progress_bar=False,
                                  persistent_manager=True)
     lengths = [len(one.generated_tokens) for one in found.values()]

@@ -191,7 +191,8 @@ def written(model, prompts, samples=1, **engine):
         how.update(do_sample=True, top_k=1, num_return_sequences=samples)
     if model.device.type == "cpu":  # where there is a GPU too, the engine asks for graphs on it
         engine |= {"use_cuda_graph": False, "use_async_batching": False}
-    engine = transformers.ContinuousBatchingConfig(num_blocks=24, auto_switch_to_flash=False, **engine)
+    engine = transformers.ContinuousBatchingConfig(num_blocks=24, **engine)
+    engine.auto_switch_to_flash = False  # older transformers have no such option and switch to nothing
     found = model.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=engine, progress_bar=False)
     return [one.generated_tokens for one in found.values()]
 
