@@ -68,7 +68,7 @@ TRAINING = [
     ([], ["optimizer.eps", "optimizer.weight_decay", "optimizer.final_lr"], NUMBER, "a number of at least 0"),
     ([], ["optimizer.warmup_steps"], ["-1", "1.5", "abc"], "a whole number of at least 0 or a number of at least 0 and below 1"),
     ([], ["optimizer.total_steps"], COUNT, "a whole number of at least 1 or null"),
-    ([], ["optimizer.schedule"], ["linear"], "choose it with schedule=linear"),
+    ([], ["optimizer.schedule"], ["linear"], "choose a schedule with schedule=linear"),
     ([], ["optimizer.schedule.decay"], WORD, "cosine or linear or 1-sqrt"),
     ([], ["optimizer.schedule.decay_share"], ["1.5", "-0.1", "abc"], "a number of at least 0 and at most 1"),
     (["optimizer=muon"], ["optimizer.momentum"], ["1", "-0.1", "abc"], "a number of at least 0 and below 1"),

@@ -159,7 +159,7 @@ def test_dual_chunks_are_those_of_the_context_that_positions_know(tmp_path):
     ({"_target_": "os.system", "command": "true"}, "os.system.* is outside attnzoo"),
     ({"_target_": "attnzoo.checkpoint.shutil.rmtree", "path": "x"}, "attnzoo.checkpoint.shutil.rmtree.*"),
     ({**FLASH, "softcap": {"_target_": "attnzoo.checkpoint.os.system"}}, "attnzoo.checkpoint.os.system.*"),
-    ({**FLASH, "impl": "${oc.env:HOME}"}, "attention must be a `_target_` and plain values"),
+    ({**FLASH, "impl": "${oc.env:HOME}"}, "attention must have a `_target_` and plain values"),
 ])
 def test_a_strangers_description_is_not_taken(tmp_path, attention, message):
     write_checkpoint(tmp_path / "a.ckpt")
