@@ -180,7 +180,9 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, config, M
     while more != 0:
         seen = seen_by(work, slot)
         bounds = seen.begin, seen.full_begin, seen.full_end, seen.end
-        tile_params = config.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, config)
+        tile_params = own
+        if config.TILE_PARAMS is not None:
+            tile_params = config.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, config)
         low, high = first_and_last_query(seen.key + ME * HALF, seen.len_q, seen.len_k, problem.window_left, problem.window_right, config,
                                          product_layout(config.ROWS))
         state = config.INIT_GRADS(own, smem, slot, config)

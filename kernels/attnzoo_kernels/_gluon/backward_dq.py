@@ -184,7 +184,9 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, config):
         seen = seen_by(smem.work, slot)
         first = word(smem.work, slot, "dq_tile")
         mbarrier.arrive(bars.work_empty.index(slot), count=1)
-        tile_params = config.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, config)
+        tile_params = own
+        if config.TILE_PARAMS is not None:
+            tile_params = config.TILE_PARAMS(own, seen.key, seen.len_q, seen.len_k, config)
         step = config.DQ_STEPS(dq_desc, dq_semaphore, smem, bars, first, step, seen, tile_params, problem, config)
         taken += 1
         slot, more = await_tile(smem.work, bars.work_full, taken)

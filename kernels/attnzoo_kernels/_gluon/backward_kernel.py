@@ -23,7 +23,7 @@ from attnzoo_kernels._gluon.backward_consume import (
 from attnzoo_kernels._gluon.backward_dq import add_dq, add_heads, first_buffer
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles, softmax_gradient, softmax_weights
-from attnzoo_kernels._gluon.backward_tiles import Problem, next_key_tile, same_for_all
+from attnzoo_kernels._gluon.backward_tiles import Problem, next_key_tile
 from attnzoo_kernels._gluon.hopper import constants, invalidate
 
 
@@ -52,8 +52,8 @@ class Config:
     LISTED: gl.constexpr  # the steps of a tile are a list of query tiles, in which those that need no mask come first
     OPTIONS: gl.constexpr  # a variant's own constants
     NEEDS_NUMBER: gl.constexpr  # STORE_GRADS needs the number of the tile; may be left out
-    TILE_PARAMS: gl.constexpr = same_for_all  # (own, key, len_q, len_k, config) -> the variant's parameters for a tile of keys, which the
-    # hooks below get
+    TILE_PARAMS: gl.constexpr  # (own, key, len_q, len_k, config) -> the variant's parameters for a tile of keys, which the hooks below get;
+    # may be left out: they get `own`
     NEXT_TILE: gl.constexpr = next_key_tile  # (problem, own, config): takes the next tile of keys from the counter
     BOUNDS: gl.constexpr = all_queries  # (tile_params, smem, slot, member, bounds) -> the segments of a query head's steps
     LOADED_STEPS: gl.constexpr = all_steps  # (tile_params, tile, member) -> (first step, end, state): the steps that are
@@ -99,7 +99,7 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
                     ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                     REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LISTED: gl.constexpr = False, OPTIONS: gl.constexpr = None,
                     NEEDS_NUMBER: gl.constexpr = None, OWN: gl.constexpr = None, COLUMNS: gl.constexpr = None,
-                    TILE_PARAMS: gl.constexpr = same_for_all, NEXT_TILE: gl.constexpr = next_key_tile,
+                    TILE_PARAMS: gl.constexpr = None, NEXT_TILE: gl.constexpr = next_key_tile,
                     BOUNDS: gl.constexpr = all_queries, LOADED_STEPS: gl.constexpr = all_steps,
                     NEXT_QUERIES: gl.constexpr = next_step, QUERY_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
                     INIT_GRADS: gl.constexpr = pair_start, MAINLOOP: gl.constexpr = pair_mainloop,

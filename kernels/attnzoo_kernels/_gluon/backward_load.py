@@ -149,7 +149,9 @@ def load(source, smem, bars, problem, own, config):
         more = tile.more
         announce(smem.work, bars.work_full, slot, tile)
         if more != 0:
-            tile_params = config.TILE_PARAMS(own, tile.key, tile.len_q, tile.len_k, config)
+            tile_params = own
+            if config.TILE_PARAMS is not None:
+                tile_params = config.TILE_PARAMS(own, tile.key, tile.len_q, tile.len_k, config)
             stats_tile = tile.dq_tile
             loaded = 0
             for member in range(problem.group):

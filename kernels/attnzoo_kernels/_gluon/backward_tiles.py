@@ -103,12 +103,6 @@ def seen_by(work, slot):
 
 
 @gluon.jit
-def same_for_all(own, key, len_q, len_k, config):
-    """TILE_PARAMS where hooks need the same for all tiles: `own`."""
-    return own
-
-
-@gluon.jit
 def query_tiles(key, len_q, len_k, window_left, window_right, config):
     """The tiles of ROWS queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end). Those before full_begin and those
     from full_end on need a mask."""

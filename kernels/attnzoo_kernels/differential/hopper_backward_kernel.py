@@ -199,18 +199,11 @@ def _start(own, smem, slot, config):
 
 
 @gluon.jit
-def _both_dq(own, key, len_q, len_k, config):
-    """TILE_PARAMS: both branches' dQ. `own` may hold None, which a jit function cannot return."""
-    return own.dq
-
-
-@gluon.jit
-def _mainloop(state, at, bounds, low, high, dq, slot, smem, bars, dq_desc, problem, scale, config, ME: gl.constexpr):
-    """MAINLOOP: the first branch's scores are computed one step ahead, except for those of a head's first step. dq: see _both_dq."""
-    SHARED_K: gl.constexpr = smem.k.shape[0] == 2  # there are two tiles of keys for each branch that has its own
+def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, config, ME: gl.constexpr):
+    """MAINLOOP: the first branch's scores are computed one step ahead, except for those of a head's first step."""
     dk1, dk2, dv, dq_place = state
     begin, full_begin, full_end, end = bounds
-    dq_tile = dq[ME] + dq_place
+    dq_tile = own.dq[ME] + dq_place
     if end > begin:
         for _ in range(problem.group):
             scores = _first_scores(smem, bars, at, config, ME)
@@ -222,7 +215,7 @@ def _mainloop(state, at, bounds, low, high, dq, slot, smem, bars, dq_desc, probl
                     for i in range(segments[segment], segments[segment + 1]):
                         scores, dk1, dk2, dv = _step(
                             scores, dk1, dk2, dv, smem, bars, dq_tile + i * (ROWS * config.WIDTH), before + i, scale, low - i * ROWS,
-                            high - i * ROWS, config, ME, SHARED_K, segment != 1, segment == 3)
+                            high - i * ROWS, config, ME, own.dk2_desc is None, segment != 1, segment == 3)
             at = before + end
             dq_tile += problem.head_tiles * (ROWS * config.WIDTH)
     return (dk1, dk2, dv), at
@@ -250,8 +243,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
                                    REGISTERS: gl.constexpr):
     """k2, dk2 and their tails are None where the branches share their keys."""
     config = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-                    HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, TILE_PARAMS=_both_dq,
-                    INIT_GRADS=_start, MAINLOOP=_mainloop, STORE_GRADS=_store)
+                    HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, INIT_GRADS=_start,
+                    MAINLOOP=_mainloop, STORE_GRADS=_store)
     smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, config)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(4, 2), (), (), ())
     run_pair(Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),
