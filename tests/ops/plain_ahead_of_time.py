@@ -193,8 +193,8 @@ def routed():
         parts.launch_spread(q, None, place, 1)
         parts.launch_spread(q, stats, place, 1)
         parts.launch_spread(q, lse, place, 1)
-        parts.launch_sum(q, part, place, 1)
-        parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
+        parts.launch_sum(q, part, place, 1, 1)
+        parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1, 1)
         if dtype == F32:
             parts.launch_merge_backward(q, lse, q, stats, part, torch.stack((part_lse, part_lse)), place, q, stats, 1)
     q, k, lse = torch.zeros(256, 16, 128, dtype=BF16), torch.zeros(256, 4, 128, dtype=BF16), torch.zeros(16, 256)

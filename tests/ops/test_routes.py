@@ -114,3 +114,23 @@ def test_rows_and_their_numbers_go_to_the_places_of_their_slots(rows, dtype, poi
     source = place.flatten().argsort() // slots
     assert torch.equal(part, own.reshape(-1, rows, 24)[source].view(-1, 1, 24))
     assert torch.equal(part_numbers, numbers.mT.reshape(2, -1, rows)[:, source].view(2, 1, -1))
+
+
+@pytest.mark.parametrize("together", (1, 2, 3, 6))
+def test_parts_of_some_heads_come_before_those_of_others(together):
+    """Both orders give the same merge and the same sum."""
+    from attnzoo_kernels.routed.parts import launch_merge, launch_sum
+
+    tokens, rows, choosers, slots, width = 9, 6, 2, 3, 32
+    place = torch.randperm(tokens * choosers * slots, device=DEVICE).int().view(-1, slots)
+    own, part = (torch.randn(n, heads, width, device=DEVICE, dtype=torch.float16)
+                 for n, heads in ((tokens, choosers * rows), (place.numel() * rows, 1)))
+    lse, part_lse = torch.randn(choosers * rows, tokens, device=DEVICE), torch.randn(1, place.numel() * rows, device=DEVICE)
+
+    def ordered(x):
+        return x.view(place.numel(), rows // together, together, -1).transpose(0, 1).reshape(x.shape)
+
+    stats = torch.stack((lse, torch.zeros_like(lse)))
+    results = launch_merge(own, lse, stats, part, part_lse, None, place, rows, rows)
+    assert all(map(torch.equal, launch_merge(own, lse, stats, ordered(part), ordered(part_lse), None, place, rows, together), results))
+    assert torch.equal(launch_sum(own, ordered(part), place, rows, together), launch_sum(own, part, place, rows, rows))

@@ -59,12 +59,13 @@ def routed_attention(
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
-    impl: "gluon" | "triton" | "cpu" | "reference". The first two name the kernels of the products, which are flash_attention's over packed
-        sequences. Gathering and merging are always plain Triton, and so are in 16 bits the products with chosen blocks, where block_size
-        and both widths are at most 128 (on GPUs other than Hopper's and sm_100's, also block_size or both widths at most 64). None takes
-        what flash_attention takes on CUDA tensors, but triton in the backward where the products with chosen blocks are plain Triton, and
-        cpu on CPU ones. "cpu" is PyTorch's attention by blocks, in linear memory, with first derivatives only; in float32 it computes the
-        scores of all keys before a query.
+    impl: "gluon" | "triton" | "cpu" | "reference". The first two name the kernels of the products. Own blocks are packed sequences for
+        flash_attention's kernels. Chosen blocks have kernels of their own in 16 bits, where block_size and both widths are at most 128 (on
+        GPUs other than Hopper's and sm_100's, also block_size or both widths at most 64). These are Hopper's for widths of 64 and 128 and a
+        block_size of 64, or of 128 in the forward, and else plain Triton's, for "gluon", too. Other chosen blocks are packed sequences as
+        well. Gathering for these and merging are always plain Triton. None takes what flash_attention takes on CUDA tensors, but triton
+        for the backward of own blocks where chosen ones have kernels of their own, and cpu on CPU tensors. "cpu" is PyTorch's attention by
+        blocks, in linear memory, with first derivatives only; in float32 it computes the scores of all keys before a query.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -1,17 +1,18 @@
 """Routed attention's launches behind autograd: flash's over packed sequences, and those that gather (spread) and merge. In 16 bits,
-chosen blocks of at most 128 keys have kernels of their own instead. Triton is imported in them.
+chosen blocks of at most 128 keys have kernels of their own instead, plain Triton's and Hopper's. Triton is imported in them.
 
 The backward keeps only what any attention keeps. In 16 bits, each part's backward uses the statistics of the whole row. Its weights are
 then those of the whole softmax, and it needs no output of its own. In float32, delta is added up from the weights of each part, which must
 then be a softmax by itself; so the parts are computed again.
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import autograd
+from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.flash import ops as flash
 
 
@@ -41,20 +42,39 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
 
 
+def _kernels(direction: str, impl: str | None, q: Tensor, k: Tensor, v: Tensor, block_size: int) -> ModuleType | None:
+    """The module whose kernels are made for the chosen blocks of a call; None if none are. Where Hopper's do not take the call, plain
+    Triton's do, also if impl="gluon"."""
+    from attnzoo_kernels.routed import walk
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.routed import hopper
+
+        return hopper.why_not_gluon(q, k, v, block_size, direction == "backward")
+
+    if not walk.takes(q, v, block_size):
+        return None
+    if dispatch.choose(f"routed {direction}", "triton" if impl == "triton" else None, why_not_gluon) == "triton":
+        return walk
+    from attnzoo_kernels.routed import hopper, hopper_backward
+
+    return hopper if direction == "forward" else hopper_backward
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor,
     rows: int, block_size: int, impl: str | None, deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.routed import walk
     from attnzoo_kernels.routed.parts import launch_merge, launch_spread
 
     options = impl, deterministic, softmax_scale
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
-    if walk.takes(q, v, block_size):
-        chosen = walk.launch_forward(q, k, v, place, pair, chosen_q, chosen_k, rows, block_size, softmax_scale)
-        return launch_merge(*own, *chosen, None, place, rows)
+    kernels = _kernels("forward", impl, q, k, v, block_size)
+    if kernels:
+        *chosen, together = kernels.launch_forward(q, k, v, place, pair, chosen_q, chosen_k, rows, block_size, softmax_scale)
+        return launch_merge(*own, *chosen, None, place, rows, together)
     chosen = _attend(launch_spread(q, None, place, rows)[0], _heads_first(k), _heads_first(v), Part(chosen_q, chosen_k, -1), *options)
-    return launch_merge(*own, *chosen, place, rows)
+    return launch_merge(*own, *chosen, place, rows, rows)
 
 
 def _fake_forward(q, k, v, *_):
@@ -67,18 +87,18 @@ def _gradients(
     bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, block_size: int, impl: str | None,
     deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.routed import walk
     from attnzoo_kernels.routed.parts import launch_merge_backward, launch_spread, launch_sum
 
     options = impl, deterministic, softmax_scale
     own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
     grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    if walk.takes(q, v, block_size):
+    kernels = _kernels("backward", impl, q, k, v, block_size)
+    if kernels:
         # over sequences as short as these blocks, plain Triton's backward is the faster one
         dq, dk, dv = _derive(grad_out, grad_lse, q, k, v, out, stats, own, impl or "triton", deterministic, softmax_scale)
-        dparts = walk.launch_backward(grad_out, grad_lse, q, k, v, out, stats, place, pair, chosen_q, chosen_k, rows, block_size,
-                                      softmax_scale, dk, dv)
-        return launch_sum(dq, dparts, place, rows), dk, dv
+        dparts, together = kernels.launch_backward(grad_out, grad_lse, q, k, v, out, stats, place, pair, chosen_q, chosen_k, rows,
+                                                   block_size, softmax_scale, dk, dv)
+        return launch_sum(dq, dparts, place, rows, together), dk, dv
     k_heads, v_heads = _heads_first(k), _heads_first(v)
     parts_q, _ = launch_spread(q, None, place, rows)
     if q.dtype == torch.float32:
@@ -93,7 +113,7 @@ def _gradients(
     dq, dk, dv = _derive(*own_grads[:2], q, k, v, own_out, own_stats, own, *options)
     dparts, dk_heads, dv_heads = _derive(*parts_grads, parts_q, k_heads, v_heads, parts_out, parts_stats, chosen, *options)
     dk, dv = (x + y.view(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1) for x, y in ((dk, dk_heads), (dv, dv_heads)))
-    return launch_sum(dq, dparts, place, rows), dk, dv
+    return launch_sum(dq, dparts, place, rows, rows), dk, dv
 
 
 def _fake_gradients(grad_out, grad_lse, q, k, v, *_):

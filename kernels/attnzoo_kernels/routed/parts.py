@@ -10,7 +10,7 @@ from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units
 from attnzoo_kernels._triton.tiles import load_rows_at, store_rows_at
 
 BLOCK_ROWS = 16
-NUMBERS = ["tokens", "heads", "rows", "slots"]
+NUMBERS = ["tokens", "heads", "rows", "slots", "pairs", "together"]
 
 
 @triton.jit
@@ -21,19 +21,21 @@ def rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _part_row(place_ptr, row, inside, slot, rows, slots):
-    """Where the row of a slot lies among the parts. `rows` heads choose together; their rows follow each other there."""
-    return tl.load(place_ptr + row // rows * slots + slot, mask=inside, other=0).to(tl.int64) * rows + row % rows
+def _part_row(place_ptr, row, inside, slot, rows, slots, pairs, together):
+    """Where the row of a slot lies among the parts. `rows` heads choose together; the rows of so many of them follow each other there, and
+    the next heads come after all pairs."""
+    place = tl.load(place_ptr + row // rows * slots + slot, mask=inside, other=0).to(tl.int64)
+    return (row % rows // together * pairs + place) * together + row % together
 
 
 @triton.jit
-def _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
+def _part_rows(place_ptr, first, tokens, heads, rows, slots, pairs, together, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
     """_part_row of SLOTS slots from `first` on, [SLOTS * BLOCK_ROWS], and which of them there are. The rows of a slot follow each other."""
     n = tl.arange(0, SLOTS * BLOCK_ROWS)
     slot = first + n // BLOCK_ROWS
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + n % BLOCK_ROWS
     there = (row < tokens.to(tl.int64) * heads) & (slot < slots)
-    return _part_row(place_ptr, row, there, slot, rows, slots), there
+    return _part_row(place_ptr, row, there, slot, rows, slots, pairs, together), there
 
 
 @triton.jit
@@ -62,13 +64,13 @@ def store_tile(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.cons
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"],
             do_not_specialize_on_alignment=["own_numbers_ptr", "part_numbers_ptr"])
 def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_numbers_ptr, stride_row, stride_head, stride_own, stride_part,
-                         tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                         PER_ROW: tl.constexpr):
+                         tokens, heads, rows, slots, pairs, together, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+                         BLOCK_ROWS: tl.constexpr, PER_ROW: tl.constexpr):
     """Copies each row, and its PER_ROW float32 numbers, to the places of its slots."""
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     tile = gather_rows(own_ptr, (stride_row, stride_head), row, inside, heads, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
-        at = _part_row(place_ptr, row, inside, slot, rows, slots)
+        at = _part_row(place_ptr, row, inside, slot, rows, slots, pairs, together)
         store_tile(part_ptr, at, inside, tile, WIDTH, BLOCK_WIDTH)
         for n in tl.static_range(PER_ROW):
             number = tl.load(own_numbers_ptr + n * stride_own + lse_at, mask=inside, other=0.0)
@@ -76,12 +78,12 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-                      BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
+def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, pairs, together, WIDTH: tl.constexpr,
+                      BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
     row, inside, _ = rows_of_program(tokens, heads, BLOCK_ROWS)
     acc = load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for first in range(0, slots, SLOTS):
-        part_row, there = _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS, SLOTS)
+        part_row, there = _part_rows(place_ptr, first, tokens, heads, rows, slots, pairs, together, BLOCK_ROWS, SLOTS)
         parts = load_tile(part_ptr, part_row, there, WIDTH, BLOCK_WIDTH)
         acc += tl.sum(tl.reshape(parts, [SLOTS, BLOCK_ROWS, BLOCK_WIDTH]), 0)
     store_tile(out_ptr, row, inside, acc, WIDTH, BLOCK_WIDTH)
@@ -103,13 +105,13 @@ def _load_top(lse_ptr, stats_ptr, stride_stats, at, inside, EXACT: tl.constexpr)
 
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"])
 def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr, out_ptr, lse_ptr, stats_ptr,
-                        stride_own, stride_part, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-                        BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr):
+                        stride_own, stride_part, tokens, heads, rows, slots, pairs, together, WIDTH: tl.constexpr,
+                        BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr):
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     base, total = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
     acc = total[:, None] * load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for first in range(0, slots, SLOTS):
-        part_row, there = _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS, SLOTS)
+        part_row, there = _part_rows(place_ptr, first, tokens, heads, rows, slots, pairs, together, BLOCK_ROWS, SLOTS)
         parts = load_tile(part_ptr, part_row, there, WIDTH, BLOCK_WIDTH)
         top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, there, EXACT)
         top = tl.reshape(top, [SLOTS, BLOCK_ROWS])
@@ -137,8 +139,8 @@ def _derive_part(ptr, dpart_ptr, dlse_ptr, at, lse_at, weight, dlse, out, dout, 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"], do_not_specialize_on_alignment=["grad_lse_ptr"])
 def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part_ptr, part_stats_ptr, place_ptr, out_ptr, stats_ptr,
-                            down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads, rows, slots,
-                            WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
+                            down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads, rows, slots, pairs,
+                            together, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
     """The merge's backward, for float32. An empty row has base +inf, which makes all of its weights zero."""
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     base = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
@@ -152,27 +154,28 @@ def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part
     _derive_part(own_ptr, down_ptr, down_lse_ptr, row, lse_at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
                  WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
-        at = _part_row(place_ptr, row, inside, slot, rows, slots)
+        at = _part_row(place_ptr, row, inside, slot, rows, slots, pairs, together)
         top, part_sum = _load_top(None, part_stats_ptr, stride_part, at, inside, True)
         _derive_part(part_ptr, dpart_ptr, dpart_lse_ptr, at, at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
                      WIDTH, BLOCK_WIDTH)
 
 
-def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, block_rows: int = BLOCK_ROWS, **constants) -> None:
-    """`like`: (tokens, heads, width), the rows that programs are for."""
+def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, together: int, block_rows: int = BLOCK_ROWS,
+            **constants) -> None:
+    """`like`: (tokens, heads, width), the rows that programs are for. together: of how many heads the parts of a pair follow each other."""
     tokens, heads, width = like.shape
     if like.numel():
         with on_device_of(like):
             kernel[(triton.cdiv(tokens * heads, block_rows),)](
-                *tensors, tokens, heads, rows, place.shape[1], WIDTH=width, BLOCK_WIDTH=block_width(width), BLOCK_ROWS=block_rows,
-                **constants, num_warps=4)
+                *tensors, tokens, heads, rows, place.shape[1], place.numel(), together, WIDTH=width, BLOCK_WIDTH=block_width(width),
+                BLOCK_ROWS=block_rows, **constants, num_warps=4)
 
 
-def _at_once(part: Tensor, place: Tensor) -> dict[str, int]:
-    """How many rows a program merges, and how many of their slots it loads at once: 128 bytes a thread at most. The fewest rows are those
-    that have a thread for every 16 bytes."""
+def _at_once(part: Tensor, place: Tensor, thread_bytes: int) -> dict[str, int]:
+    """How many rows a program joins, and how many of their slots it loads at once: `thread_bytes` a thread at most. The fewest rows are
+    those that have a thread for every 16 bytes."""
     size = block_width(part.shape[-1]) * part.element_size()
-    block_rows, most = triton.cdiv(2048, size), 16384 // size
+    block_rows, most = triton.cdiv(2048, size), 128 * thread_bytes // size
     slots = min(next_power_of_2(place.shape[1]), most // block_rows)
     return {"block_rows": min(most // slots, BLOCK_ROWS), "SLOTS": slots}
 
@@ -187,23 +190,24 @@ def launch_spread(own: Tensor, numbers: Tensor | None, place: Tensor, rows: int)
         given, planes = numbers.contiguous(), numbers.shape[:-2].numel()
         part_numbers = numbers.new_empty(*numbers.shape[:-2], 1, total)
     _launch(routed_spread_kernel, (own, given, place, part, part_numbers, *own.stride()[:2], own.shape[:2].numel(), total), own, place,
-            rows, PER_ROW=planes)
+            rows, rows, PER_ROW=planes)
     return part, part_numbers
 
 
-def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int) -> Tensor:
+def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int, together: int) -> Tensor:
     """own (tokens, heads, width) and each row's slots of part (places * rows, 1, width), added up in their order."""
     out = torch.empty_like(own)
-    _launch(routed_sum_kernel, (own, part, place, out), out, place, rows, **_at_once(part, place))
+    _launch(routed_sum_kernel, (own, part, place, out), out, place, rows, together, **_at_once(part, place, 128))
     return out
 
 
 def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor | None,
-                 place: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+                 place: Tensor, rows: int, together: int) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics of all parts together, as one forward would give them. part_stats: read in float32 only."""
     out, lse, stats = (torch.empty_like(x) for x in (own, own_lse, own_stats))
     _launch(routed_merge_kernel, (own, own_lse, own_stats, part, part_lse, part_stats, place, out, lse, stats, own_lse.numel(),
-                                  part_lse.numel()), own, place, rows, EXACT=own.dtype == torch.float32, **_at_once(part, place))
+                                  part_lse.numel()),
+            own, place, rows, together, EXACT=own.dtype == torch.float32, **_at_once(part, place, 256))
     return out, lse, stats
 
 
@@ -213,5 +217,5 @@ def launch_merge_backward(dout: Tensor, grad_lse: Tensor | None, own: Tensor, ow
     gradients = tuple(torch.empty_like(x) for pair in ((own, own_stats[0]), (part, part_stats[0])) for x in pair)
     _launch(routed_merge_bwd_kernel,
             (dout, grad_lse, own, own_stats, part, part_stats, place, out, stats, *gradients, own_stats[0].numel(), part_stats[0].numel()),
-            own, place, rows, HAS_GRAD_LSE=grad_lse is not None)
+            own, place, rows, rows, HAS_GRAD_LSE=grad_lse is not None)
     return gradients

@@ -1,6 +1,6 @@
 """The chosen blocks in 16 bits: a program has one block of keys and goes over the queries that chose it, which it gathers. The forward
 writes a part of the output for each query and chosen block, and the backward a part of dQ; parts.py merges the former and adds up the
-latter.
+latter. Hopper has kernels of its own for blocks of 64 and 128 tokens, in hopper.py and hopper_backward.py.
 
 Parts lie in the order of `routes.Routes`: a part row is a pair's position times `rows`, plus the head among the `rows` heads that choose
 together. An own row is a token times the number of heads, plus the head. A block has a program for each CHUNK of its part rows. The shares
@@ -128,19 +128,21 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
 @triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=["grad_lse_ptr"])
 def routed_walk_stats_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, tokens, heads, WIDTH: tl.constexpr,
                              BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
-    """What the backward reads of each own row, side by side: the LSE in units of log2 and delta."""
+    """What the backward reads of each own row: the LSEs in units of log2, then delta. Behind the last row stands one that has no weights:
+    its LSE is +inf."""
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     delta = tl.sum(load_tile(out_ptr, row, inside, WIDTH, BLOCK_WIDTH) * load_tile(do_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0)
-    row_max = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
-    sum_log2 = tl.load(stats_ptr + tokens.to(tl.int64) * heads + lse_at, mask=inside, other=0.0)
-    tl.store(row_stats_ptr + row * 2, row_max + sum_log2, mask=inside)
-    tl.store(row_stats_ptr + row * 2 + 1, delta, mask=inside)
+    rows = tokens.to(tl.int64) * heads
+    row_max = tl.load(stats_ptr + lse_at, mask=inside, other=float("inf"))
+    sum_log2 = tl.load(stats_ptr + rows + lse_at, mask=inside, other=0.0)
+    tl.store(row_stats_ptr + row, row_max + sum_log2, mask=row <= rows)
+    tl.store(row_stats_ptr + rows + 1 + row, delta, mask=row <= rows)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dpart_ptr, dk_ptr, dv_ptr,
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=["delta_ptr"])
+def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dpart_ptr, dk_ptr, dv_ptr,
                            q_strides, k_strides, v_strides, do_strides, softmax_scale, count, none, total, total_k, HEADS: tl.constexpr,
                            ROWS: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                            BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -165,9 +167,8 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
         # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
         q = gather_rows(q_ptr, q_strides, own_row, seen, HEADS, HEAD_DIM, BLOCK_D)
         do = gather_rows(do_ptr, do_strides, own_row, seen, HEADS, VALUE_DIM, BLOCK_DV)
-        numbers = row_stats_ptr + own_row.to(tl.int64) * 2
-        lse_log2 = tl.load(numbers, mask=seen, other=0.0)
-        delta = tl.load(numbers + 1, mask=seen, other=0.0)
+        lse_log2 = tl.load(lse_ptr + own_row, mask=seen, other=0.0)
+        delta = tl.load(delta_ptr + own_row, mask=seen, other=0.0)
         # [BLOCK_N, BLOCK_M]; keys beyond the block's end may give any number. Rows beyond the chunk's end have q, dO and delta of zero
         weights = tl.exp2(tl.dot(k, tl.trans(q)) * unit - lse_log2[None, :])
         weights = tl.where(is_key[:, None], weights, 0.0)
@@ -182,10 +183,11 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
     store_tile(dv_ptr, at, is_key, dv, VALUE_DIM, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["count", "total_k"])
-def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_strides, count, total_k, WIDTH: tl.constexpr,
+@triton.jit(do_not_specialize=["count", "total_k", "turns", "slots"])
+def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_strides, count, total_k, turns, slots, WIDTH: tl.constexpr,
                            BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Adds what a block's programs gave to own_ptr, in place, for BLOCK_ROWS of its keys."""
+    """Adds what a block's programs gave to own_ptr, in place, for BLOCK_ROWS of its keys. A block has a program for each CHUNK of its rows
+    in each of `turns`, which are `slots` programs apart."""
     number = tl.program_id(0) // (BLOCK_N // BLOCK_ROWS)
     at = tl.program_id(0) % (BLOCK_N // BLOCK_ROWS) * BLOCK_ROWS
     first, end = tl.load(cu_seqlens_q + number), tl.load(cu_seqlens_q + number + 1)
@@ -197,10 +199,33 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
     rows = _block_rows(own_ptr, own_strides, key - head * total_k, keys, head)
     acc = load_rows(rows, at, WIDTH, BLOCK_ROWS, BLOCK_WIDTH, True, False).to(tl.float32)
     lane = at + tl.arange(0, BLOCK_ROWS)
-    program = first_slot(first, number, CHUNK, None)
-    for n in range(tl.cdiv(end - first, CHUNK)):
-        acc += load_tile(part_ptr, (program + n).to(tl.int64) * BLOCK_N + lane, lane < keys, WIDTH, BLOCK_WIDTH)
+    chunks = tl.cdiv(end - first, CHUNK)
+    for n in range(chunks * turns):
+        program = first_slot(first, number, CHUNK, None) + n % chunks + n // chunks * slots
+        acc += load_tile(part_ptr, program.to(tl.int64) * BLOCK_N + lane, lane < keys, WIDTH, BLOCK_WIDTH)
     store_rows(rows, acc, at, WIDTH, BLOCK_ROWS, BLOCK_WIDTH)
+
+
+def row_statistics(out: Tensor, grad_out: Tensor, stats: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """What routed_walk_stats_kernel gives: (2, tokens * heads + 1)."""
+    tokens, heads, width = out.shape
+    row_stats = stats.new_empty(2, tokens * heads + 1)
+    routed_walk_stats_kernel[(triton.cdiv(tokens * heads + 1, BLOCK_ROWS),)](
+        out, grad_out, stats, grad_lse, row_stats, tokens, heads, WIDTH=width, BLOCK_WIDTH=block_width(width), BLOCK_ROWS=BLOCK_ROWS,
+        HAS_GRAD_LSE=grad_lse is not None, num_warps=4)
+    return row_stats
+
+
+def add_keys(dk: Tensor, dv: Tensor, dk_part: Tensor, dv_part: Tensor, chosen_q: Tensor, chosen_k: Tensor, chunk: int,
+             turns: int) -> None:
+    """Adds the programs' shares (programs, block, width) to dk and dv, (tokens, heads, width)."""
+    programs, block_n, _ = dk_part.shape
+    none = chosen_q.shape[0] - 1
+    for own, part in ((dk, dk_part), (dv, dv_part)):
+        total_k, heads, width = own.shape
+        routed_walk_sum_kernel[(none * (block_n // BLOCK_ROWS),)](
+            own, part, chosen_q, chosen_k, own.stride()[:2], none // heads, total_k, turns, programs // turns, WIDTH=width,
+            BLOCK_WIDTH=block_width(width), BLOCK_N=block_n, BLOCK_ROWS=BLOCK_ROWS, CHUNK=chunk, num_warps=4)
 
 
 def _constants(q: Tensor, v: Tensor, place: Tensor, rows: int, block_size: int, backward: bool) -> dict[str, int]:
@@ -220,8 +245,8 @@ def _numbers(k: Tensor, pair: Tensor, chosen_q: Tensor, rows: int) -> tuple[int,
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
-                   block_size: int, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Output (pairs * rows, 1, width) and LSE (1, pairs * rows) of the parts."""
+                   block_size: int, softmax_scale: float) -> tuple[Tensor, Tensor, int]:
+    """Output (pairs * rows, 1, width) and LSE (1, pairs * rows) of the parts, and how many heads of a pair have theirs side by side."""
     _, none, total, _ = numbers = _numbers(k, pair, chosen_q, rows)
     constants = _constants(q, v, place, rows, block_size, False)
     part = q.new_empty(total, 1, v.shape[-1])
@@ -229,31 +254,24 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor,
     with on_device_of(q):
         routed_walk_fwd_kernel[(total // constants["CHUNK"] + none + 1,)](
             q, k, v, pair, chosen_q, chosen_k, part, lse, *(x.stride()[:2] for x in (q, k, v)), softmax_scale, *numbers, **constants)
-    return part, lse
+    return part, lse, rows
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor,
                     pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, block_size: int, softmax_scale: float, dk: Tensor,
-                    dv: Tensor) -> Tensor:
-    """dQ of the parts, (pairs * rows, 1, width). What they give for keys and values is added to dk and dv. grad_out, grad_lse and out are
-    contiguous; out and stats are those of all parts together."""
-    tokens, heads, value_dim = out.shape
-    count, none, total, total_k = numbers = _numbers(k, pair, chosen_q, rows)
+                    dv: Tensor) -> tuple[Tensor, int]:
+    """dQ of the parts, (pairs * rows, 1, width), and how many heads of a pair have theirs side by side. What they give for keys and values
+    is added to dk and dv. grad_out, grad_lse and out are contiguous; out and stats are those of all parts together."""
+    _, none, total, _ = numbers = _numbers(k, pair, chosen_q, rows)
     constants = _constants(q, v, place, rows, block_size, True)
     block_n, chunk = constants["BLOCK_N"], constants["CHUNK"]
     programs = total // chunk + none + 1
     dpart = q.new_empty(total, 1, q.shape[-1])
-    row_stats, dk_part, dv_part = (stats.new_empty(n) for n in ((tokens, heads, 2), *((programs, block_n, x.shape[-1]) for x in (k, v))))
+    dk_part, dv_part = (stats.new_empty(programs, block_n, x.shape[-1]) for x in (k, v))
     with on_device_of(q):
-        routed_walk_stats_kernel[(triton.cdiv(tokens * heads, BLOCK_ROWS),)](
-            out, grad_out, stats, grad_lse, row_stats, tokens, heads, WIDTH=value_dim, BLOCK_WIDTH=block_width(value_dim),
-            BLOCK_ROWS=BLOCK_ROWS, HAS_GRAD_LSE=grad_lse is not None, num_warps=4)
+        row_stats = row_statistics(out, grad_out, stats, grad_lse)
         routed_walk_bwd_kernel[(programs,)](
-            q, k, v, grad_out, row_stats, pair, chosen_q, chosen_k, dpart, dk_part, dv_part,
+            q, k, v, grad_out, *row_stats, pair, chosen_q, chosen_k, dpart, dk_part, dv_part,
             *(x.stride()[:2] for x in (q, k, v, grad_out)), softmax_scale, *numbers, **constants)
-        for own, part in ((dk, dk_part), (dv, dv_part)):
-            width = own.shape[-1]
-            routed_walk_sum_kernel[(none * (block_n // BLOCK_ROWS),)](
-                own, part, chosen_q, chosen_k, own.stride()[:2], count, total_k, WIDTH=width, BLOCK_WIDTH=block_width(width),
-                BLOCK_N=block_n, BLOCK_ROWS=BLOCK_ROWS, CHUNK=chunk, num_warps=4)
-    return dpart
+        add_keys(dk, dv, dk_part, dv_part, chosen_q, chosen_k, chunk, 1)
+    return dpart, rows
