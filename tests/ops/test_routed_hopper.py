@@ -9,7 +9,6 @@ from attnzoo_kernels import dispatch, routed_attention
 from attnzoo_kernels.routed.cases import Case
 
 SHARED_MEMORY = 232448
-SPILLS = {"routed_hopper_bwd_kernel": 8}  # bytes, with Triton 3.7
 DTYPES = (torch.bfloat16, torch.float16)
 CASES = [Case(dtype=dtype, **case) for dtype in DTYPES for case in (
     {"seqlen_q": 777, "heads": 4, "kv_heads": 2, "head_dim": 64, "block_size": 64, "slots": 3},
@@ -119,6 +118,5 @@ def test_a_call_waits_for_nothing():
 def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("routed_hopper_ahead_of_time.py")
     assert len(kernels) == 8
-    wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
-             or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
+    wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"] or kernel["stack"]]
     assert not wrong, "\n".join(map(str, wrong))

@@ -12,6 +12,7 @@ from attnzoo_kernels._gluon.hopper import (
     await_stage,
     barriers,
     descriptor,
+    fence_async_shared,
     invalidate,
     mbarrier,
     product_layout,
@@ -34,6 +35,7 @@ from attnzoo_kernels.routed.hopper_rows import (
     gather_steps,
     heads_together,
     load_block,
+    row_barriers,
     store_no_parts,
     store_part,
 )
@@ -45,7 +47,7 @@ class Tiles(NamedTuple):
     q: Any  # [STAGES, STEP, WIDTH]
     k: Any  # [1, BLOCK_N, WIDTH]
     v: Any  # [1, BLOCK_N, VALUE_WIDTH]
-    part: Any  # [OUT_SLOTS, STEP, VALUE_WIDTH]
+    part: Any  # [1, STEP, VALUE_WIDTH]
 
 
 class Bars(NamedTuple):
@@ -90,6 +92,7 @@ def _start_scores(step, steps, program, config):
     last step it does not wait for queries, and the products are of no use."""
     tiles = program.tiles
     slot = await_stage(program.bars.q_full, step, config.STAGES, steps)
+    fence_async_shared()
     scores = gl.zeros([STEP, config.BLOCK_N], gl.float32, product_layout(config.BLOCK_N))
     return warpgroup_mma(tiles.q.index(slot), tiles.k.index(0).permute((1, 0)), scores, use_acc=False, is_async=True), slot
 
@@ -114,7 +117,7 @@ def _attend(program, config):
         for step in range(steps):
             row = step * STEP + lane
             gl.store(program.lse + item.part + row, -float("inf"), mask=row < item.rows)
-        store_no_parts(config.VALUE_WIDTH, program, config)
+        store_no_parts(config.VALUE_WIDTH, program)
     elif steps > 0:
         mbarrier.wait(program.bars.block_full.index(0), 0)
         scores, slot = _start_scores(0, steps, program, config)
@@ -133,7 +136,7 @@ def _attend(program, config):
             gl.store(program.lse + item.part + row, (row_max + log2(row_sum)) * LN2, mask=row < item.rows)
             inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, out_layout))
             out = warpgroup_mma_wait(1, deps=[out])
-            store_part(out * inverse[:, None], step, program, config)
+            store_part(out * inverse[:, None], step, program)
             scores = _finish_scores(scores, slot, program)
     tma.store_wait(0)
 
@@ -142,14 +145,14 @@ def _attend(program, config):
 def routed_hopper_fwd_kernel(q_ptr, k_desc, v_desc, part_desc, pair_ptr, cu_seqlens_q, cu_seqlens_k, lse_ptr, q_strides, softmax_scale,
                              count, none, total, total_q, total_k, HEADS: gl.constexpr, ROWS: gl.constexpr, TOGETHER: gl.constexpr,
                              SLOTS: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, VALUE_WIDTH: gl.constexpr,
-                             CHUNK: gl.constexpr, STAGES: gl.constexpr, OUT_SLOTS: gl.constexpr):
+                             CHUNK: gl.constexpr, STAGES: gl.constexpr):
     """Output and LSE of each part row."""
     config = Constants(HEADS=HEADS, ROWS=ROWS, TOGETHER=TOGETHER, SLOTS=SLOTS, BLOCK_N=BLOCK_N, WIDTH=WIDTH, VALUE_WIDTH=VALUE_WIDTH,
-                       CHUNK=CHUNK, STAGES=STAGES, OUT_SLOTS=OUT_SLOTS)
+                       CHUNK=CHUNK, STAGES=STAGES)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tiles = Tiles(q=shared_tiles(dtype, STAGES, STEP, WIDTH), k=shared_tiles(dtype, 1, BLOCK_N, WIDTH),
-                  v=shared_tiles(dtype, 1, BLOCK_N, VALUE_WIDTH), part=shared_tiles(dtype, OUT_SLOTS, STEP, VALUE_WIDTH))
-    bars = Bars(q_full=barriers(STAGES, 1), q_empty=barriers(STAGES, 1), block_full=barriers(1, 1))
+                  v=shared_tiles(dtype, 1, BLOCK_N, VALUE_WIDTH), part=shared_tiles(dtype, 1, STEP, VALUE_WIDTH))
+    bars = Bars(q_full=row_barriers(STAGES), q_empty=barriers(STAGES, 1), block_full=barriers(1, 1))
     item = find_item(cu_seqlens_q, cu_seqlens_k, count, none, total, total_q, total_k, config)
     program = Program(item, tiles, bars, q_ptr, q_strides, k_desc, v_desc, part_desc, pair_ptr, lse_ptr, softmax_scale * LOG2E)
     gl.warp_specialize([(_attend, (program, config)), (_gather, (program, config))], [4], [40])
@@ -160,13 +163,12 @@ def routed_hopper_fwd_kernel(q_ptr, k_desc, v_desc, part_desc, pair_ptr, cu_seql
 class Tile:
     steps: int  # of a program at most
     stages: int  # tiles of rows in shared memory
-    out_slots: int  # tiles of parts in shared memory
     maxnreg: int  # registers of a thread, of all warps in the mean
 
 
 def forward_tile(block_size: int) -> Tile:
     """Two programs share a multiprocessor's registers and shared memory."""
-    return Tile(32, 3, 2, 128) if block_size == 64 else Tile(32, 2, 1, 128)
+    return Tile(32, 4 if block_size == 64 else 2, 128)
 
 
 def heads_in_l2(rows: int, tokens: int, width: int) -> int:
@@ -199,5 +201,5 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor,
             q, descriptor(k, block_size, width), descriptor(v, block_size, value_width), descriptor(part, 64, value_width, True), pair,
             chosen_q, chosen_k, lse, q.stride()[:2], softmax_scale, none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads,
             ROWS=rows, TOGETHER=together, SLOTS=place.shape[1], BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk,
-            STAGES=tile.stages, OUT_SLOTS=tile.out_slots, num_warps=4, maxnreg=tile.maxnreg)
+            STAGES=tile.stages, num_warps=4, maxnreg=tile.maxnreg)
     return part, lse, together

@@ -36,6 +36,7 @@ from attnzoo_kernels.routed.hopper_rows import (
     gather_steps,
     heads_together,
     load_block,
+    row_barriers,
     store_no_parts,
     store_part,
 )
@@ -53,7 +54,7 @@ class Tiles(NamedTuple):
     k: Any  # [1, BLOCK_N, WIDTH]
     v: Any  # [1, BLOCK_N, VALUE_WIDTH]
     ds: Any  # [DS_SLOTS, BLOCK_N, STEP]
-    part: Any  # [OUT_SLOTS, STEP, WIDTH], of dQ
+    part: Any  # [1, STEP, WIDTH], of dQ
 
 
 class Bars(NamedTuple):
@@ -121,6 +122,7 @@ def _derive_keys(program, config):
         mbarrier.wait(bars.block_full.index(0), 0)
         for step in range(steps):
             slot = await_full(bars.rows_full, step, config.STAGES)
+            fence_async_shared()
             q, do = tiles.q.index(slot), tiles.do.index(slot)
             # [BLOCK_N, STEP]
             scores = gl.zeros([config.BLOCK_N, STEP], gl.float32, scores_layout)
@@ -157,7 +159,7 @@ def _derive_queries(program, config):
     item, tiles, bars = program.item, program.tiles, program.bars
     steps = gl.cdiv(item.rows, STEP)
     if item.keys == 0:
-        store_no_parts(config.WIDTH, program, config)
+        store_no_parts(config.WIDTH, program)
     elif steps > 0:
         mbarrier.wait(bars.block_full.index(0), 0)
         for step in range(steps):
@@ -167,7 +169,7 @@ def _derive_queries(program, config):
             dq = warpgroup_mma(tiles.ds.index(slot).permute((1, 0)), tiles.k.index(0), dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq])
             release(bars.ds_empty.index(slot))
-            store_part(dq * program.softmax_scale, step, program, config)
+            store_part(dq * program.softmax_scale, step, program)
     tma.store_wait(0)
 
 
@@ -175,17 +177,16 @@ def _derive_queries(program, config):
 def routed_hopper_bwd_kernel(q_ptr, do_ptr, k_desc, v_desc, part_desc, stats_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dk_ptr, dv_ptr,
                              q_strides, do_strides, softmax_scale, count, none, total, total_q, total_k, HEADS: gl.constexpr,
                              ROWS: gl.constexpr, TOGETHER: gl.constexpr, SLOTS: gl.constexpr, BLOCK_N: gl.constexpr,
-                             WIDTH: gl.constexpr, VALUE_WIDTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-                             OUT_SLOTS: gl.constexpr):
+                             WIDTH: gl.constexpr, VALUE_WIDTH: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr):
     """dQ of each part row, and this program's dK and dV."""
     config = Constants(HEADS=HEADS, ROWS=ROWS, TOGETHER=TOGETHER, SLOTS=SLOTS, BLOCK_N=BLOCK_N, WIDTH=WIDTH, VALUE_WIDTH=VALUE_WIDTH,
-                       CHUNK=CHUNK, STAGES=STAGES, OUT_SLOTS=OUT_SLOTS)
+                       CHUNK=CHUNK, STAGES=STAGES)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     stats = gl.allocate_shared_memory(gl.float32, [2 * STAGES, STEP], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = Tiles(q=shared_tiles(dtype, STAGES, STEP, WIDTH), do=shared_tiles(dtype, STAGES, STEP, VALUE_WIDTH), stats=stats,
                   k=shared_tiles(dtype, 1, BLOCK_N, WIDTH), v=shared_tiles(dtype, 1, BLOCK_N, VALUE_WIDTH),
-                  ds=shared_tiles(dtype, DS_SLOTS, BLOCK_N, STEP), part=shared_tiles(dtype, OUT_SLOTS, STEP, WIDTH))
-    bars = Bars(rows_full=barriers(STAGES, 1), rows_empty=barriers(STAGES, 1), ds_full=barriers(DS_SLOTS, 1),
+                  ds=shared_tiles(dtype, DS_SLOTS, BLOCK_N, STEP), part=shared_tiles(dtype, 1, STEP, WIDTH))
+    bars = Bars(rows_full=row_barriers(STAGES), rows_empty=barriers(STAGES, 1), ds_full=barriers(DS_SLOTS, 1),
                 ds_empty=barriers(DS_SLOTS, 1), block_full=barriers(1, 1))
     item = find_item(cu_seqlens_q, cu_seqlens_k, count, none, total, total_q, total_k, config)
     at = gl.program_id(0).to(gl.int64) * BLOCK_N
@@ -198,7 +199,7 @@ def routed_hopper_bwd_kernel(q_ptr, do_ptr, k_desc, v_desc, part_desc, stats_ptr
 
 def backward_tile() -> Tile:
     """A program has a multiprocessor of its own."""
-    return Tile(64, 3, 2, 168)
+    return Tile(64, 4, 168)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor,
@@ -217,7 +218,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
             q, grad_out, descriptor(k, block_size, width), descriptor(v, block_size, value_width), descriptor(dpart, 64, width, True),
             row_stats, pair, chosen_q, chosen_k, dk_part, dv_part, q.stride()[:2], grad_out.stride()[:2], softmax_scale,
             none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads, ROWS=rows, TOGETHER=together, SLOTS=place.shape[1],
-            BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk, STAGES=tile.stages, OUT_SLOTS=tile.out_slots,
+            BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk, STAGES=tile.stages,
             num_warps=4, maxnreg=tile.maxnreg)
         add_keys(dk, dv, dk_part, dv_part, chosen_q, chosen_k, chunk * turns, turns)
     return dpart, together

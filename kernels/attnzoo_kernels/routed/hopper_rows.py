@@ -13,14 +13,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from attnzoo_kernels._gluon.hopper import (
     async_load,
     await_empty,
+    barriers,
     box,
     constants,
-    fence_async_shared,
     mbarrier,
     place,
     product_layout,
     store_tile,
-    tma,
 )
 from attnzoo_kernels._gluon.tiles import find_sequence
 
@@ -46,8 +45,7 @@ class Constants:
     WIDTH: gl.constexpr
     VALUE_WIDTH: gl.constexpr
     CHUNK: gl.constexpr  # rows of a program
-    STAGES: gl.constexpr  # tiles of queries in shared memory
-    OUT_SLOTS: gl.constexpr  # tiles of the output in shared memory
+    STAGES: gl.constexpr  # tiles of rows in shared memory
 
 
 class Item(NamedTuple):
@@ -115,27 +113,24 @@ def copy_rows(smem, ptr, strides, own, config, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def row_barriers(STAGES: gl.constexpr):
+    """The ring of barriers that gather_steps fills: each thread that copies arrives, when its copies are complete."""
+    return barriers(STAGES, 32 * GATHER_WARPS)
+
+
+@gluon.jit
 def gather_steps(COPY: gl.constexpr, full, empty, program, config):
     """Fills a ring of STAGES tiles with the rows of the item, one step after the other. COPY(slot, own rows, which of them the item has,
-    program, config) begins the copies of a step. A step's tile is given to its readers when the copies of LAG more steps have begun."""
-    LAG: gl.constexpr = config.STAGES - 2 if config.STAGES > 2 else 0
+    program, config) begins the copies of a step. Who reads a tile by matrix instructions needs fence_async_shared before: here it would
+    wait for all copies that are on their way."""
     item = program.item
-    steps = gl.cdiv(item.rows, STEP)
     own, inside = own_rows(program.pair, item, 0, config)
-    for step in range(steps):
+    for step in range(gl.cdiv(item.rows, STEP)):
         following = own_rows(program.pair, item, (step + 1) * STEP, config)
         slot = await_empty(empty, step, config.STAGES)
         COPY(slot, own, inside, program, config)
-        async_copy.commit_group()
+        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
         own, inside = following
-        async_copy.wait_group(LAG)
-        fence_async_shared()
-        if step >= LAG:
-            mbarrier.arrive(full.index((step - LAG) % config.STAGES), count=1)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    for step in range(gl.maximum(steps - LAG, 0), steps):
-        mbarrier.arrive(full.index(step % config.STAGES), count=1)
 
 
 @gluon.jit
@@ -149,15 +144,14 @@ def load_block(program):
 
 
 @gluon.jit
-def store_part(x, step, program, config):
+def store_part(x, step, program):
     """Stores the part rows of a step that the item has, x [STEP, columns]."""
-    tma.store_wait(config.OUT_SLOTS - 1)
-    store_tile(program.part_desc, program.tiles.part.index(step % config.OUT_SLOTS), x,
-               place(0, 0, program.item.part, step * STEP, program.item.rows, True), True)
+    item = program.item
+    store_tile(program.part_desc, program.tiles.part.index(0), x, place(0, 0, item.part, step * STEP, item.rows, True), False)
 
 
 @gluon.jit
-def store_no_parts(WIDTH: gl.constexpr, program, config):
+def store_no_parts(WIDTH: gl.constexpr, program):
     """Stores zeros for the pairs that stand for no block."""
     for step in range(gl.cdiv(program.item.rows, STEP)):
-        store_part(gl.zeros([STEP, WIDTH], gl.float32, product_layout(WIDTH)), step, program, config)
+        store_part(gl.zeros([STEP, WIDTH], gl.float32, product_layout(WIDTH)), step, program)
