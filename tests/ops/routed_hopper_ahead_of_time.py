@@ -23,7 +23,8 @@ def main() -> None:
     from attnzoo_kernels.routed import hopper, hopper_backward
 
     for head_dim, value_dim, block_size, heads, kv_heads, dtype in CASES:
-        q, grad_out, out = (torch.zeros(256, heads, width, dtype=dtype) for width in (head_dim, value_dim, value_dim))
+        q = torch.zeros(256, heads, head_dim + 8, dtype=dtype)[..., :head_dim]  # rows at multiples of 16 bytes, and no more
+        grad_out, out = torch.zeros(2, 256, heads, value_dim, dtype=dtype)
         k, v = (torch.zeros(256, kv_heads, width, dtype=dtype) for width in (head_dim, value_dim))
         place, pair = torch.zeros(256 * kv_heads, 3, dtype=torch.int32), torch.zeros(256 * kv_heads * 3, dtype=torch.int32)
         chosen = torch.zeros(kv_heads * 5 + 1, dtype=torch.int32)

@@ -38,6 +38,7 @@ from attnzoo_kernels.routed.hopper_rows import (
     row_barriers,
     store_no_parts,
     store_part,
+    units_of,
 )
 
 
@@ -179,13 +180,13 @@ def heads_in_l2(rows: int, tokens: int, width: int) -> int:
     return heads
 
 
-def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, block_size: int, backward: bool) -> str | None:
-    """Why the Hopper kernels do not take the chosen blocks of a call; None if they do."""
-    if block_size != 64 and (block_size != 128 or backward):
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, block_size: int, grad_out: Tensor | None) -> str | None:
+    """Why the Hopper kernels do not take the chosen blocks of a call, of its forward if grad_out is None; None if they do."""
+    if block_size != 64 and (block_size != 128 or grad_out is not None):
         return f"blocks must have 64 tokens, or 128 in the forward, got {block_size}"
     if any(x.shape[-1] not in (64, 128) for x in (q, v)):
         return "heads of queries and values must have 64 or 128 columns"
-    return why_not_tma(q, k, v)
+    return why_not_tma(q, k, v) if grad_out is None else why_not_tma(q, k, v, grad_out)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
@@ -199,7 +200,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor,
     with on_device_of(q):
         routed_hopper_fwd_kernel[((total // (chunk * turns) + none + 1) * turns,)](
             q, descriptor(k, block_size, width), descriptor(v, block_size, value_width), descriptor(part, 64, value_width, True), pair,
-            chosen_q, chosen_k, lse, q.stride()[:2], softmax_scale, none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads,
+            chosen_q, chosen_k, lse, units_of(q), softmax_scale, none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads,
             ROWS=rows, TOGETHER=together, SLOTS=place.shape[1], BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk,
             STAGES=tile.stages, num_warps=4, maxnreg=tile.maxnreg)
     return part, lse, together

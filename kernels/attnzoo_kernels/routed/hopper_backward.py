@@ -39,6 +39,7 @@ from attnzoo_kernels.routed.hopper_rows import (
     row_barriers,
     store_no_parts,
     store_part,
+    units_of,
 )
 from attnzoo_kernels.routed.walk import add_keys, row_statistics
 
@@ -216,7 +217,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         row_stats = row_statistics(out, grad_out, stats, grad_lse)
         routed_hopper_bwd_kernel[(programs,)](
             q, grad_out, descriptor(k, block_size, width), descriptor(v, block_size, value_width), descriptor(dpart, 64, width, True),
-            row_stats, pair, chosen_q, chosen_k, dk_part, dv_part, q.stride()[:2], grad_out.stride()[:2], softmax_scale,
+            row_stats, pair, chosen_q, chosen_k, dk_part, dv_part, units_of(q), units_of(grad_out), softmax_scale,
             none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads, ROWS=rows, TOGETHER=together, SLOTS=place.shape[1],
             BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk, STAGES=tile.stages,
             num_warps=4, maxnreg=tile.maxnreg)

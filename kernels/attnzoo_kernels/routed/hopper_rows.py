@@ -6,6 +6,7 @@ of the same heads follow each other. Parts lie in the order of the programs: tho
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -25,12 +26,18 @@ from attnzoo_kernels._gluon.tiles import find_sequence
 
 STEP = gl.constexpr(64)  # rows of a step, which is what one matrix instruction takes
 GATHER_WARPS = gl.constexpr(4)
+UNIT = gl.constexpr(8)  # numbers that a thread copies at once, 16 bytes
 NUMBERS = ["count", "none", "total", "total_q", "total_k"]
 
 
 def heads_together(rows: int) -> int:
     """How many of the `rows` heads that choose together a program takes at most: a power of two that divides `rows`."""
     return min(rows & -rows, STEP.value)
+
+
+def units_of(x: Tensor) -> tuple[int, int]:
+    """The strides of tokens and heads in units of UNIT, so that the compiler knows that rows begin at multiples of 16 bytes."""
+    return tuple(stride // UNIT.value for stride in x.stride()[:2])
 
 
 @constants
@@ -86,8 +93,8 @@ def find_item(cu_seqlens_q, cu_seqlens_k, count, none, total, total_q, total_k, 
 @gluon.constexpr_function
 def row_layout(WIDTH):
     """Rows of 16-bit numbers, 16 bytes a thread."""
-    threads = min(WIDTH // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [GATHER_WARPS.value, 1], [1, 0])
+    threads = min(WIDTH // UNIT.value, 32)
+    return gl.BlockedLayout([1, UNIT.value], [32 // threads, threads], [GATHER_WARPS.value, 1], [1, 0])
 
 
 @gluon.jit
@@ -104,9 +111,9 @@ def own_rows(pair_ptr, item, at, config):
 @gluon.jit
 def copy_rows(smem, ptr, strides, own, config, WIDTH: gl.constexpr):
     """Begins to copy own rows of a tensor (tokens, heads, WIDTH) into shared memory [STEP, WIDTH]. A thread finds out where one row lies,
-    and copies parts of several."""
+    and copies parts of several. strides: of tokens and heads, see units_of."""
     layout: gl.constexpr = row_layout(WIDTH)
-    start = (own // config.HEADS).to(gl.int64) * strides[0] + (own % config.HEADS).to(gl.int64) * strides[1]
+    start = ((own // config.HEADS).to(gl.int64) * strides[0] + (own % config.HEADS).to(gl.int64) * strides[1]) * UNIT
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     pointers = ptr + (gl.convert_layout(start, gl.SliceLayout(1, layout))[:, None] + column[None, :])
     async_copy.async_copy_global_to_shared(smem, pointers)

@@ -42,23 +42,24 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
 
 
-def _kernels(direction: str, impl: str | None, q: Tensor, k: Tensor, v: Tensor, block_size: int) -> ModuleType | None:
-    """The module whose kernels are made for the chosen blocks of a call; None if none are. Where Hopper's do not take the call, plain
-    Triton's do, also if impl="gluon"."""
+def _kernels(impl: str | None, q: Tensor, k: Tensor, v: Tensor, block_size: int, grad_out: Tensor | None = None) -> ModuleType | None:
+    """The module whose kernels are made for the chosen blocks of a call, of its forward if grad_out is None; None if none are. Where
+    Hopper's do not take the call, plain Triton's do, also if impl="gluon"."""
     from attnzoo_kernels.routed import walk
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.routed import hopper
 
-        return hopper.why_not_gluon(q, k, v, block_size, direction == "backward")
+        return hopper.why_not_gluon(q, k, v, block_size, grad_out)
 
     if not walk.takes(q, v, block_size):
         return None
-    if dispatch.choose(f"routed {direction}", "triton" if impl == "triton" else None, why_not_gluon) == "triton":
+    call = "routed forward" if grad_out is None else "routed backward"
+    if dispatch.choose(call, "triton" if impl == "triton" else None, why_not_gluon) == "triton":
         return walk
     from attnzoo_kernels.routed import hopper, hopper_backward
 
-    return hopper if direction == "forward" else hopper_backward
+    return hopper if grad_out is None else hopper_backward
 
 
 def _forward(
@@ -69,7 +70,7 @@ def _forward(
 
     options = impl, deterministic, softmax_scale
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
-    kernels = _kernels("forward", impl, q, k, v, block_size)
+    kernels = _kernels(impl, q, k, v, block_size)
     if kernels:
         *chosen, together = kernels.launch_forward(q, k, v, place, pair, chosen_q, chosen_k, rows, block_size, softmax_scale)
         return launch_merge(*own, *chosen, None, place, rows, together)
@@ -92,7 +93,7 @@ def _gradients(
     options = impl, deterministic, softmax_scale
     own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
     grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    kernels = _kernels("backward", impl, q, k, v, block_size)
+    kernels = _kernels(impl, q, k, v, block_size, grad_out)
     if kernels:
         # over sequences as short as these blocks, plain Triton's backward is the faster one
         dq, dk, dv = _derive(grad_out, grad_lse, q, k, v, out, stats, own, impl or "triton", deterministic, softmax_scale)
