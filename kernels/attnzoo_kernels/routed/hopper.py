@@ -1,6 +1,5 @@
 """The forward of chosen blocks on Hopper: four warps gather the query rows of a block, four others compute their parts of the output."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +29,13 @@ from attnzoo_kernels.routed.hopper_rows import (
     NUMBERS,
     STEP,
     Constants,
+    Tile,
     copy_rows,
     find_item,
     gather_steps,
     heads_together,
     load_block,
+    plan_launch,
     row_barriers,
     store_no_parts,
     store_part,
@@ -160,13 +161,6 @@ def routed_hopper_fwd_kernel(q_ptr, k_desc, v_desc, part_desc, pair_ptr, cu_seql
     invalidate(bars)
 
 
-@dataclass(frozen=True)
-class Tile:
-    steps: int  # of a program at most
-    stages: int  # tiles of rows in shared memory
-    maxnreg: int  # registers of a thread, of all warps in the mean
-
-
 def forward_tile(block_size: int) -> Tile:
     """Two programs share a multiprocessor's registers and shared memory."""
     return Tile(32, 4 if block_size == 64 else 2, 128)
@@ -192,15 +186,12 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, block_size: int, grad_out: Te
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
                    block_size: int, softmax_scale: float) -> tuple[Tensor, Tensor, int]:
     """As walk.launch_forward."""
-    (tokens, heads, width), value_width = q.shape, v.shape[-1]
-    together, none, tile = heads_in_l2(rows, tokens, width), chosen_q.shape[0] - 1, forward_tile(block_size)
-    total, turns, chunk = pair.numel() * rows, rows // together, tile.steps * 64
-    part = q.new_empty(total, 1, value_width)
-    lse = torch.empty(1, total, dtype=torch.float32, device=q.device)
+    together = heads_in_l2(rows, q.shape[0], q.shape[-1])
+    programs, numbers, constants = plan_launch(forward_tile(block_size), together, q, k, v, place, pair, chosen_q, rows, block_size)
+    part = q.new_empty(pair.numel() * rows, 1, v.shape[-1])
+    lse = torch.empty(1, part.shape[0], dtype=torch.float32, device=q.device)
     with on_device_of(q):
-        routed_hopper_fwd_kernel[((total // (chunk * turns) + none + 1) * turns,)](
-            q, descriptor(k, block_size, width), descriptor(v, block_size, value_width), descriptor(part, 64, value_width, True), pair,
-            chosen_q, chosen_k, lse, units_of(q), softmax_scale, none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads,
-            ROWS=rows, TOGETHER=together, SLOTS=place.shape[1], BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk,
-            STAGES=tile.stages, num_warps=4, maxnreg=tile.maxnreg)
+        routed_hopper_fwd_kernel[(programs,)](
+            q, *(descriptor(x, block_size, x.shape[-1]) for x in (k, v)), descriptor(part, 64, v.shape[-1], True), pair, chosen_q, chosen_k,
+            lse, units_of(q), softmax_scale, *numbers, **constants)
     return part, lse, together

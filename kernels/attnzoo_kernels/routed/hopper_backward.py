@@ -26,16 +26,17 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.softmax import LOG2E
-from attnzoo_kernels.routed.hopper import Tile
 from attnzoo_kernels.routed.hopper_rows import (
     NUMBERS,
     STEP,
     Constants,
+    Tile,
     copy_rows,
     find_item,
     gather_steps,
     heads_together,
     load_block,
+    plan_launch,
     row_barriers,
     store_no_parts,
     store_part,
@@ -207,19 +208,15 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                     pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, block_size: int, softmax_scale: float, dk: Tensor,
                     dv: Tensor) -> tuple[Tensor, int]:
     """As walk.launch_backward."""
-    (tokens, heads, width), value_width = q.shape, v.shape[-1]
-    together, none, tile = heads_together(rows), chosen_q.shape[0] - 1, backward_tile()
-    total, turns, chunk = pair.numel() * rows, rows // together, tile.steps * 64
-    programs = (total // (chunk * turns) + none + 1) * turns
-    dpart = q.new_empty(total, 1, width)
+    together, tile = heads_together(rows), backward_tile()
+    programs, numbers, constants = plan_launch(tile, together, q, k, v, place, pair, chosen_q, rows, block_size)
+    dpart = q.new_empty(pair.numel() * rows, 1, q.shape[-1])
     dk_part, dv_part = (stats.new_empty(programs, block_size, x.shape[-1]) for x in (k, v))
     with on_device_of(q):
         row_stats = row_statistics(out, grad_out, stats, grad_lse)
         routed_hopper_bwd_kernel[(programs,)](
-            q, grad_out, descriptor(k, block_size, width), descriptor(v, block_size, value_width), descriptor(dpart, 64, width, True),
-            row_stats, pair, chosen_q, chosen_k, dk_part, dv_part, units_of(q), units_of(grad_out), softmax_scale,
-            none // k.shape[1], none, total, tokens, k.shape[0], HEADS=heads, ROWS=rows, TOGETHER=together, SLOTS=place.shape[1],
-            BLOCK_N=block_size, WIDTH=width, VALUE_WIDTH=value_width, CHUNK=chunk, STAGES=tile.stages,
-            num_warps=4, maxnreg=tile.maxnreg)
-        add_keys(dk, dv, dk_part, dv_part, chosen_q, chosen_k, chunk * turns, turns)
+            q, grad_out, *(descriptor(x, block_size, x.shape[-1]) for x in (k, v)), descriptor(dpart, 64, q.shape[-1], True), row_stats,
+            pair, chosen_q, chosen_k, dk_part, dv_part, units_of(q), units_of(grad_out), softmax_scale, *numbers, **constants)
+        turns = rows // together
+        add_keys(dk, dv, dk_part, dv_part, chosen_q, chosen_k, constants["CHUNK"] * turns, turns)
     return dpart, together

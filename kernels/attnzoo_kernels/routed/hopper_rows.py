@@ -4,6 +4,7 @@ A program has one block of keys and some of the rows that chose it: TOGETHER of 
 of the same heads follow each other. Parts lie in the order of the programs: those of the first TOGETHER heads of all pairs come first.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -33,6 +34,24 @@ NUMBERS = ["count", "none", "total", "total_q", "total_k"]
 def heads_together(rows: int) -> int:
     """How many of the `rows` heads that choose together a program takes at most: a power of two that divides `rows`."""
     return min(rows & -rows, STEP.value)
+
+
+@dataclass(frozen=True)
+class Tile:
+    steps: int  # of a program at most
+    stages: int  # tiles of rows in shared memory
+    maxnreg: int  # registers of a thread, of all warps in the mean
+
+
+def plan_launch(tile: Tile, together: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, rows: int,
+                block_size: int) -> tuple[int, tuple[int, ...], dict[str, int]]:
+    """How many programs a launch has, its NUMBERS, and its constants."""
+    (tokens, heads, width), none = q.shape, chosen_q.shape[0] - 1
+    total, turns, chunk = pair.numel() * rows, rows // together, tile.steps * STEP.value
+    programs = (total // (chunk * turns) + none + 1) * turns
+    constants = {"HEADS": heads, "ROWS": rows, "TOGETHER": together, "SLOTS": place.shape[1], "BLOCK_N": block_size, "WIDTH": width,
+                 "VALUE_WIDTH": v.shape[-1], "CHUNK": chunk, "STAGES": tile.stages, "num_warps": 4, "maxnreg": tile.maxnreg}
+    return programs, (none // k.shape[1], none, total, tokens, k.shape[0]), constants
 
 
 def units_of(x: Tensor) -> tuple[int, int]:
