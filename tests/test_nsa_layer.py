@@ -1,5 +1,7 @@
 """attention=nsa: contexts of many blocks, packed and with a cache; pools, what is counted, logged and refused."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,6 +15,7 @@ SPEC = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "layer": 0, "n_
 SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "train_context": 64, "bias": False}
 SMALL = {"compress_size": 6, "compress_stride": 3, "block_size": 6, "block_count": 4, "window": 7}
 LENGTHS = [70, 1, 0, 33, 16]
+BLOCK_USE = ("block_entropy", "block_coverage")
 
 
 def build(**options):
@@ -79,6 +82,17 @@ def test_what_is_logged():
     layer(torch.randn(1, 50, 32), SequenceInfo(torch.arange(50)[None]))
     assert set(layer.metrics()) == {"gate_compressed", "gate_selected", "gate_window", "block_entropy", "block_coverage"}
     assert all(0 < value <= 1 for value in layer.metrics().values())
+
+
+@pytest.mark.parametrize("block_count", [4, 3])
+def test_a_choice_of_the_same_block_shows_in_the_logs(block_count):
+    """Without scores the first of equal blocks is chosen, the second of a sequence. Blocks that are read in any case do not count: with
+    three blocks there is no choice."""
+    layer = NSAttention(AttentionSpec(**SPEC), **SMALL | {"compress_size": 6, "compress_stride": 6, "block_count": block_count}).train()
+    torch.nn.init.zeros_(layer.q_proj.weight)
+    layer(torch.randn(2, 97, 32), SequenceInfo(torch.arange(97)[None]))  # 16 blocks before the last token's, 14 of which may be chosen
+    expected = {"block_entropy": 0.0, "block_coverage": 1 / 14} if block_count == 4 else dict.fromkeys(BLOCK_USE, math.nan)
+    assert {name: layer.metrics()[name] for name in BLOCK_USE} == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_context_of_few_blocks_is_warned_about():

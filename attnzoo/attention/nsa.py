@@ -92,7 +92,7 @@ class NSAttention(Attention):
         self.impl = impl
         self.branch_proj = nn.Linear(spec.dim, spec.n_heads * len(BRANCHES))
         self.k_pool, self.v_pool = (Pool(spec.head_dim, compress_size, compress_stride, pooling) for _ in range(2))
-        self.block_use = BlockUse()
+        self.block_use = BlockUse(always_read=True)
         # what metrics() reports: each branch's mean gate over the tokens of the last training step
         self.register_buffer("mean_gates", torch.full((len(BRANCHES),), math.nan), persistent=False)
 

@@ -32,9 +32,12 @@ class BlockUse:
     block_entropy: the normalised entropy of how often each block is chosen: 1 if all are chosen equally often, 0 if it is always the same
     one. block_coverage: the fraction of the blocks that is chosen at all. NaN where there is no choice. `keep` only stores the chosen
     blocks, and `metrics` does the computation.
+
+    always_read: whether the first block and the one before a query's own are among the blocks of every query. These two do not count.
     """
 
-    def __init__(self):
+    def __init__(self, *, always_read: bool = False):
+        self.always_read = always_read
         self.blocks: Tensor | None = None  # (tokens, choosers, slots)
         self.count = 0  # blocks of the longest sequence that can be chosen, which its last one cannot
 
@@ -47,9 +50,12 @@ class BlockUse:
 
     def metrics(self) -> dict[str, float]:
         entropy = coverage = math.nan
-        count = self.count
-        if count >= 2 and self.blocks.shape[-1] > 0:
+        given = 2 if self.always_read else 0
+        count = self.count - given
+        if count >= 2 and self.blocks.shape[-1] > given:
             seen = self.blocks[::EVERY]
+            if self.always_read:  # the last block of a query is the one before its own
+                seen = seen.where(seen < seen.amax(-1, keepdim=True), 0) - 1
             choosers = seen.shape[1]
             numbers = torch.arange(choosers, device=seen.device)[:, None] * count + seen
             counts = numbers[seen >= 0].bincount(minlength=choosers * count).view(choosers, count).float()
