@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from paths import GPU, PATHS
 from torch.testing import assert_close
 
-from attnzoo_kernels import flash_attention, msa_attention, msa_blocks, routed_attention
+from attnzoo_kernels import flash_attention, msa, msa_attention, msa_blocks, routed_attention
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -148,6 +148,29 @@ def test_error_of_the_loss_is_at_most_twice_that_of_eager(name, dtype, impl):
         return dict(zip(("loss", "dindex_q", "dindex_k"), (loss.detach(), *grads), strict=True))
 
     assert_accurate(run(impl), run("reference"), run("reference", torch.float64))
+
+
+def test_gluon_kernels_are_asked_for_the_output_alone(monkeypatch):
+    """The loss has values of one column and of the index's width, which Hopper's kernels need not take."""
+    taken, attend = [], msa.flash_attention
+
+    def record(*inputs, impl, **options):
+        taken.append(impl)
+        return attend(*inputs, **options)
+
+    monkeypatch.setattr(msa, "flash_attention", record)
+    leaves = [x.cpu() for x in tensors(9, 9, rows=(1,))]
+    results = [msa_attention(*leaves, block_size=2, top_k=None, impl=impl, return_loss=True) for impl in ("gluon", None)]
+    assert taken[:3] == ["gluon", None, None]
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("top_k", [3, None])
+def test_the_loss_beside_gluon_kernels(top_k):
+    leaves = tensors(300, 300, rows=(1,), heads=4, kv_heads=2, width=64, index_width=16, dtype=torch.bfloat16)
+    loss, wanted = (msa_attention(*leaves, block_size=64, top_k=top_k, impl=impl, return_loss=True)[1] for impl in ("gluon", None))
+    assert torch.equal(loss, wanted)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """MiniMax sparse attention: an indexer chooses blocks of keys for each key head, and learns from the attention over them (Lai et al. 2026,
 arXiv:2606.13392)."""
 
+import functools
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def msa_attention(
         (total, kv_heads). With J the keys that a query reads, P_j the mean over the heads of a key head of their attention weights, and
         S = softmax(index_q · index_k / sqrt(width)) over J, it is the cross-entropy -sum_j P_j log S_j in nats. That is the paper's
         divergence KL(P || S) plus the entropy of P, which has no gradient, since P is held fixed. Gradients of the loss reach only index_q
-        and index_k. The loss is 0 for a query that sees no key. It takes about as long as another attention.
+        and index_k. The loss is 0 for a query that sees no key. It takes about as long as another attention. impl="gluon" names the kernels
+        of the output alone: the loss has heads of other widths, and takes the kernels that None takes.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, v, **lengths)
@@ -63,7 +65,7 @@ def msa_attention(
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     kept: dict[tuple[int, int], Routes] = {}
 
-    def read(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def read(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, impl: str | None = impl) -> tuple[Tensor, Tensor]:
         options = {"softmax_scale": softmax_scale, "deterministic": deterministic, "impl": impl, **lengths}
         if top_k is None:
             return flash_attention(q, k, v, causal=True, return_lse=True, **options)
@@ -72,9 +74,10 @@ def msa_attention(
     out, lse = read(q, k, v, softmax_scale)
     results = [out, *[lse] * return_lse, *[blocks] * return_blocks]
     if return_loss:
+        read_for_loss = functools.partial(read, impl=None if impl == "gluon" else impl)
         results.append(msa_loss_reference(q, k, index_q, index_k, None if top_k is None else blocks, block_size=block_size,
                                           softmax_scale=softmax_scale, **lengths) if by_reference or q.numel() == 0 else
-                       _loss(q, k, index_q, index_k, softmax_scale, read))
+                       _loss(q, k, index_q, index_k, softmax_scale, read_for_loss))
     return tuple(results) if len(results) > 1 else out
 
 
