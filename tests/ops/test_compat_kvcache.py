@@ -124,7 +124,7 @@ def test_a_cache_takes_new_tokens_and_is_read(case, impl, dtype, device, monkeyp
      {"cache_seqlens": int32(5), "cache_leftpad": int32(3), "k": None, "v": None}),
     ("cache_seqlens: must lie between 0 and the cache's 4 tokens, got \\[-1\\]",
      {"cache_seqlens": int32(-1), "cache_leftpad": int32(0), "k": None, "v": None}),
-    ("block_table: must name one of", {"block_table": int32([-1])}),
+    ("block_table: must name one of the cache's 2 pages for each new token, got \\[\\[-1\\]\\]", {"block_table": int32([-1])}),
     ("rotary_cos: must have a row for each of the cache's 4 places, got \\(2, 2\\)",
      {"rotary_cos": torch.ones(2, 2), "rotary_sin": torch.ones(2, 2)}),
     ("rotary_cos, rotary_sin: must be given both", {"rotary_sin": torch.ones(4, 2)}),
@@ -204,6 +204,8 @@ def test_varlen_over_pages_has_gradients_and_refuses_bad_tables():
     ("max_seqlen_q: must be at least the longest sequence's 2, got 1", 5, 1),
     ("max_seqlen_k: must be an integer of at least 0, got -1", 6, -1),
     ("block_table: must be int32 .batch, max_blocks. with batch 2, got torch.float32 of shape", 7, torch.zeros(2, 2)),
+    ("k: must have q's dtype torch.float16, got torch.float32", 0, torch.zeros(3, 2, 8, dtype=torch.float16)),
+    ("v: must have k's 1 heads, got 2", 2, torch.zeros(3, 4, 2, 8)),
 ])
 @pytest.mark.parametrize("gradient", (False, True))
 def test_varlen_over_pages_names_wrong_arguments(words, place, value, gradient):
@@ -212,6 +214,17 @@ def test_varlen_over_pages_names_wrong_arguments(words, place, value, gradient):
     call[place] = value
     with pytest.raises((TypeError, ValueError), match=words):
         flash_attn_varlen_func(*call[:7], block_table=call[7])
+
+
+@pytest.mark.parametrize("max_seqlen_q", (2, 20))  # read in place, copied
+def test_varlen_over_pages_takes_any_strides_and_refuses_sequences_longer_than_their_table(max_seqlen_q):
+    q, k, table = torch.randn(3, 2, 8), torch.randn(3, 4, 1, 8), int32([2, 0], [0, 1])
+    call = functools.partial(flash_attn_varlen_func, q, cu_seqlens_q=cumulative([1, 2]), max_seqlen_q=max_seqlen_q, max_seqlen_k=9,
+                             block_table=table)
+    other = k.mT.contiguous().mT
+    assert torch.equal(*(call(k=x, v=x, cu_seqlens_k=cumulative([6, 8])) for x in (k, other)))
+    with pytest.raises(ValueError, match="cu_seqlens_k: a sequence must have at most the 8 tokens .* got \\[0, 9, 10\\]"):
+        call(k=k, v=k, cu_seqlens_k=cumulative([9, 1]))
 
 
 @pytest.mark.parametrize("offset", (3, int32(2, 4)))

@@ -31,6 +31,7 @@ from attnzoo_kernels.compat.flash_attn.kvcache import (
 )
 from attnzoo_kernels.decode import check_pages
 from attnzoo_kernels.flash import flash_attention
+from attnzoo_kernels.padding.inputs import values_known
 
 __all__ = [
     "flash_attn_func",
@@ -151,8 +152,8 @@ def flash_attn_varlen_func(
         graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if q.shape[0] and 1 <= max_seqlen_q <= FEW and dropout_p == 0 and not graph:
             out, lse = decoded_pages(
-                readable(q), k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale=softmax_scale, causal=causal,
-                window_size=plain_window(window_size), softcap=plain_softcap(softcap), alibi_slopes=alibi_slopes)
+                *map(readable, (q, k, v)), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale=softmax_scale,
+                causal=causal, window_size=plain_window(window_size), softcap=plain_softcap(softcap), alibi_slopes=alibi_slopes)
             return (out, lse, q.new_empty(0)) if return_attn_probs else out
         k, v = packed_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     return _attend(
@@ -172,10 +173,15 @@ def _checked_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen
     checks.tensor("block_table", block_table)
     block_table = block_table.contiguous()
     check_pages(q, k, v, block_table, batch, ("k", "v"))
+    checks.attention_inputs(*map(readable, (q[None, :1], k[:1], v[:1])), None, None, None, None)
     checks.integer("max_seqlen_q", max_seqlen_q, 0)
     checks.integer("max_seqlen_k", max_seqlen_k, 0)
     checks.packed_lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
     checks.packed_lengths("k", cu_seqlens_k, max_seqlen_k, block_table.numel() * k.shape[1])
+    longest = block_table.shape[1] * k.shape[1]
+    if values_known(cu_seqlens_k) and (cu_seqlens_k.diff() > longest).any():
+        raise ValueError(f"cu_seqlens_k: a sequence must have at most the {longest} tokens that a row of block_table has, got "
+                         f"{cu_seqlens_k.tolist()}")
     return block_table
 
 

@@ -185,7 +185,7 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Ten
         page = k_cache.shape[1]
         rows, places = block_table.long().gather(1, places // page), places % page
         if values_known(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() < k_cache.shape[0]:
-            raise ValueError(f"block_table: must name one of the cache's {k_cache.shape[0]} for each new token, got {rows.tolist()}")
+            raise ValueError(f"block_table: must name one of the cache's {k_cache.shape[0]} pages for each new token, got {rows.tolist()}")
     k_cache[rows, places], v_cache[rows, places] = k, v
 
 
