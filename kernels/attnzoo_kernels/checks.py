@@ -177,8 +177,9 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         if name != q_name and x.dtype == k.dtype == narrow:
             pass
         elif x.dtype not in DTYPES:
-            hint = "; flash_attention_fp8 takes float8_e4m3fn" if x.is_floating_point() else ""
-            raise TypeError(f"{name}: must be float16, bfloat16, float32 or (by the reference) float64, got {x.dtype}{hint}")
+            also = f", or {narrow} as both {k_name} and {v_name}" if narrow and name != q_name else ""
+            hint = "; flash_attention_fp8 takes float8_e4m3fn" if x.is_floating_point() and not also else ""
+            raise TypeError(f"{name}: must be float16, bfloat16, float32 or (by the reference) float64{also}, got {x.dtype}{hint}")
         elif x.dtype != q.dtype:
             raise TypeError(f"{name}: must have {q_name}'s dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
