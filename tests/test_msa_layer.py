@@ -175,6 +175,9 @@ def test_what_is_logged():
     layer(torch.randn(1, 40, 32), seq)
     assert set(layer.metrics()) == {"index_loss", "block_entropy", "block_coverage"}
     assert layer.metrics()["index_loss"] == pytest.approx(seq.losses.total.item() / 40)
+    behind = SequenceInfo(torch.arange(40), bounds([30, 0]), 30)  # ten positions behind the last sequence
+    layer(torch.randn(40, 32), behind)
+    assert layer.metrics()["index_loss"] == pytest.approx(behind.losses.total.item() / 30)
     assert all(0 < layer.metrics()[name] <= 1 for name in ("block_entropy", "block_coverage"))
 
 

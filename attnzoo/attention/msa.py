@@ -95,9 +95,11 @@ class MSAttention(Attention):
         if self.training:
             self.block_use.keep(blocks, self.block_size, seq)
         if learns:
+            total = loss[0].mean(-1).sum()
             with torch.no_grad():
-                self.mean_loss.copy_(loss[0].mean())
-            seq.losses.add(self.index_weight * loss[0].mean(-1).sum())
+                # what lies behind the last packed sequence is no token, and has a loss of 0
+                self.mean_loss.copy_(total / (loss[0].shape[:-1].numel() if seq.cu_seqlens is None else seq.cu_seqlens[-1]))
+            seq.losses.add(self.index_weight * total)
         return out
 
     def visible_pairs(self, length: int) -> int:
