@@ -190,7 +190,8 @@ def test_wrong_calls_are_refused():
     blocks = BlockAllocator(2, 2)
     sequence = blocks.begin([1])
     blocks.free(sequence)
-    for call in (lambda: blocks.free(sequence), lambda: blocks.append(sequence, [1]), lambda: blocks.fork(sequence)):
+    for call in (lambda: blocks.free(sequence), lambda: blocks.append(sequence, [1]), lambda: blocks.fork(sequence),
+                 lambda: blocks.table([sequence])):
         with pytest.raises(ValueError, match="sequence: was freed"):
             call()
     with pytest.raises(ValueError, match="tokens: must have at least one"):

@@ -128,7 +128,10 @@ class BlockAllocator:
 
     def table(self, sequences: Iterable[CachedSequence]) -> list[list[int]]:
         """Rows of a block_table, filled up with -1: `torch.tensor(table, dtype=torch.int32)`."""
-        rows = [sequence.blocks for sequence in sequences]
+        rows = []
+        for sequence in sequences:
+            self._check(sequence)
+            rows.append(sequence.blocks)
         longest = max(map(len, rows), default=0)
         return [row + [-1] * (longest - len(row)) for row in rows]
 
