@@ -257,9 +257,25 @@ def test_layouts_join_cut_compare_and_show_themselves():
     assert axes.get_xlabel() == "key" and "0.333" in axes.get_title() and axes.images[0].get_array().shape == (2, 3)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("top_k", (1, 3, 9))
+def test_a_layout_of_scores_keeps_the_best_blocks(top_k, dtype, device):
+    """Of equal scores, 0 and -0 among them, the earlier one; no NaN and no -inf."""
+    values = torch.tensor([-torch.inf, torch.nan, -1.0, -0.0, 0.0, 2.0, torch.inf], dtype=dtype)
+    scores = values[torch.randint(len(values), (2, 3, 20, 7), generator=torch.Generator().manual_seed(0))]
+    layout = BlockLayout.from_scores(scores.to(device).requires_grad_(), top_k, 64, 128)
+    assert (layout.batch, layout.heads, layout.blocks, layout.block_q, layout.block_k) == (2, 3, (20, 7), 64, 128)
+    for row, kept in zip(scores.flatten(0, 2).tolist(), layout.mask.flatten(0, 2).tolist(), strict=True):
+        best = sorted((block for block, score in enumerate(row) if score > -torch.inf), key=lambda block: -row[block])[:top_k]
+        assert [block for block, is_kept in enumerate(kept) if is_kept] == sorted(best)
+
+
 @pytest.mark.parametrize(
     "make, error, message",
     [
+        (lambda: BlockLayout.from_scores(torch.ones(2, 2).bool(), 1, 16), TypeError, "scores: must be a floating.* tensor, got torch.bool"),
+        (lambda: BlockLayout.from_scores(torch.ones(2), 1, 16), ValueError, r"scores: must be \(q_blocks, k_blocks\).*got shape \(2,\)"),
+        (lambda: BlockLayout.from_scores(torch.ones(2, 2), 0, 16), ValueError, "top_k: must be an integer of at least 1, got 0"),
         (lambda: BlockLayout.from_mask(torch.ones(2, 2), 16), TypeError, "mask: must be a bool tensor, got torch.float32"),
         (lambda: BlockLayout.from_mask(torch.ones(2).bool(), 16), ValueError, r"mask: must be \(q_blocks, k_blocks\)"),
         (lambda: BlockLayout.from_mask(torch.ones(2, 2).bool(), 48), ValueError, "block_q: must be one of 16, 32, 64, 128, 256"),

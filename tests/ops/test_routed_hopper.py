@@ -23,7 +23,6 @@ CASES = [Case(dtype=dtype, **case) for dtype in DTYPES for case in (
     {"seqlen_q": 900, "heads": 4, "kv_heads": 1, "head_dim": 128, "block_size": 64, "shared": True, "strided": True},
     {"seqlen_q": 1300, "heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 128, "slots": 4, "shared": True},
     {"lengths_q": (900, 0, 127, 400), "heads": 6, "kv_heads": 2, "head_dim": 64, "block_size": 128, "slots": 3, "shared": True},
-    {"seqlen_q": 20000, "heads": 16, "kv_heads": 2, "head_dim": 64, "block_size": 64, "slots": 2, "shared": True},  # several turns
 )]
 
 

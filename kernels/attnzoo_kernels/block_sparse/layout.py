@@ -16,9 +16,9 @@ BLOCKS = (16, 32, 64, 128, 256)
 class BlockLayout:
     """A grid of blocks, some of them kept: query i may see key j if mask[..., i // block_q, j // block_k].
 
-    Made once, by `from_mask` or a function of `attnzoo_kernels.block_sparse.patterns`, and used in many calls. What the kernels read is
-    derived from it on the device in the first call of each kind, and kept as long as the mask. `|` and `&` combine layouts, slices of
-    block indices cut them: `layout[:m, :m]`.
+    Made by `from_mask`, by `from_scores` or by a function of `attnzoo_kernels.block_sparse.patterns`, and used in any number of calls. What
+    the kernels read is derived from it on the device in the first call of each kind, and kept as long as the mask. `|` and `&` combine
+    layouts, slices of block indices cut them: `layout[:m, :m]`.
 
     mask: bool (batch or 1, heads or 1, q_blocks, k_blocks), contiguous; not to be written to. block_q, block_k: tokens of a block, of
     BLOCKS. Raises TypeError or ValueError for another dtype, shape or block size.
@@ -49,6 +49,27 @@ class BlockLayout:
             raise ValueError(f"mask: must be (q_blocks, k_blocks), with heads or (batch, heads) before them, got shape {tuple(mask.shape)}")
         mask = mask.detach().clone(memory_format=torch.contiguous_format)
         return cls(mask.view(*(1,) * (4 - mask.dim()), *mask.shape), block_q, block_k)
+
+    @classmethod
+    def from_scores(cls, scores: Tensor, top_k: int, block_q: int, block_k: int | None = None) -> BlockLayout:
+        """Layout that keeps for each block of queries the `top_k` blocks of keys with the largest scores, or all where there are fewer.
+
+        scores: float32, float16, bfloat16 or float64, of a mask's shape in `from_mask`, on any device. Of equal scores that of the earlier
+        block is taken, on every device. -inf and NaN are never taken: a causal choice has -inf for the blocks of later keys, and one that
+        takes a block in any case has +inf for it. The host does not wait, and scores get no gradient. Raises as `from_mask`, and TypeError
+        or ValueError for another top_k or dtype.
+        """
+        checks.tensor("scores", scores, "a floating-point tensor")
+        if not scores.is_floating_point():
+            raise TypeError(f"scores: must be a floating-point tensor, got {scores.dtype}")
+        checks.integer("top_k", top_k, 1)
+        if scores.dim() not in (2, 3, 4):
+            raise ValueError(f"scores: must be (q_blocks, k_blocks), with heads or (batch, heads) before them, got shape "
+                             f"{tuple(scores.shape)}")
+        scores = scores.detach() + 0.0  # -0 becomes 0, which equals it
+        best, block = scores.masked_fill_(scores.isnan(), -torch.inf).sort(dim=-1, descending=True, stable=True)
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, block[..., :top_k], best[..., :top_k] > -torch.inf)
+        return cls.from_mask(mask, block_q, block_k)
 
     @property
     def batch(self) -> int:
