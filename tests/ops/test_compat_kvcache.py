@@ -141,13 +141,21 @@ def test_a_cache_takes_new_tokens_and_is_read(case, impl, dtype, device, monkeyp
     ("window_size: must be two ints", {"window_size": None}),
     ("softcap: must be a number, got None", {"softcap": None}),
     ("return_softmax_lse: must be True or False, got 1", {"return_softmax_lse": 1}),
+    ("causal: must be True or False, got None", {"causal": None}),
+    ("rotary_interleaved: must be True or False, got 2", {"rotary_interleaved": 2}),
+    ("softmax_scale: must be", {"softmax_scale": float("nan")}),
+    ("softcap: must be", {"softcap": float("nan")}),
+    ("alibi_slopes: must have shape", {"alibi_slopes": torch.zeros(2)}),
+    ("k_cache: ", {"q": torch.zeros(1, 1, 1, 8)}),
     ("k: must be \\(batch=1, new, kv_heads, head_dim\\)", {"k": torch.zeros(1, 1, 2, 4)}),
 ])
 def test_what_a_cache_cannot_do_is_refused(words, change):
     x = torch.zeros(1, 1, 1, 4)
-    call = {"q": x, "k_cache": torch.zeros(2, 4, 1, 4), "v_cache": torch.zeros(2, 4, 1, 4), "k": x, "v": x, "cache_seqlens": 1}
+    caches = {"k_cache": torch.zeros(2, 4, 1, 4), "v_cache": torch.zeros(2, 4, 1, 4)}
+    call = caches | {"q": x, "k": x + 1, "v": x + 1, "cache_seqlens": 1}
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=words):
         flash_attn_with_kvcache(**call | change)
+    assert not any(cache.any() for cache in caches.values())  # nothing was written
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))

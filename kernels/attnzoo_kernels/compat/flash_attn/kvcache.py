@@ -63,7 +63,13 @@ def flash_attn_with_kvcache(
     if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
         name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
         raise NotImplementedError(f"{name}: a cache in pages has its rows in block_table; leave {name} out")
-    checks.flag("return_softmax_lse", return_softmax_lse)
+    # all that can be wrong is checked before the cache is written to
+    for name, value in (("return_softmax_lse", return_softmax_lse), ("causal", causal), ("rotary_interleaved", rotary_interleaved)):
+        checks.flag(name, value)
+    softmax_scale, softcap = checks.softmax_scale(softmax_scale, q.shape[-1]), plain_softcap(softcap)
+    checks.non_negative("softcap", softcap)
+    if alibi_slopes is not None:
+        checks.per_head("alibi_slopes", alibi_slopes, q, q.shape[2], q.shape[0])
     if (k is None) != (v is None):
         raise ValueError("k, v: must be given both or neither")
     if k is None and (rotary_cos is not None or rotary_sin is not None):
@@ -88,6 +94,8 @@ def flash_attn_with_kvcache(
     rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
     if block_table is None:
         _check_rows(rows, k_cache, given=cache_batch_idx is not None)
+    checks.attention_inputs(q, *(x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)), None, None, None, None,
+                            names=("q", "k_cache", "v_cache"))
 
     if k is not None:
         _check_new(k, v, k_cache, v_cache, batch)
@@ -106,7 +114,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     return decode_attention(
         q, k_cache, v_cache, cache_seqlens=lengths, block_table=block_table, causal=causal, softmax_scale=softmax_scale,
-        window_size=window_size, softcap=plain_softcap(softcap), alibi_slopes=alibi_slopes, return_lse=return_softmax_lse)
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_softmax_lse)
 
 
 def plain_window(window_size) -> tuple[int, int]:
