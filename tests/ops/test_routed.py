@@ -124,6 +124,15 @@ def test_empty_inputs(impl, dtype):
         assert all(t.grad is not None and t.grad.shape == t.shape for t in leaves)
 
 
+@needs_triton
+def test_more_parts_than_the_kernels_can_number_are_refused():
+    tokens, slots = 2**20, 32
+    q, k, v = (torch.zeros(16, device=DEVICE).expand(1, tokens, heads, 16) for heads in (64, 1, 1))
+    blocks = torch.zeros(1, device=DEVICE, dtype=torch.int32).expand(1, tokens, 1, slots)
+    with pytest.raises(NotImplementedError, match="blocks: queries times heads times slots must be less than 2147483648"):
+        routed_attention(q, k, v, blocks, block_size=64, impl="triton")
+
+
 BLOCKS = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
 WRONG = {
     "blocks for three heads": ({"blocks": torch.zeros(1, 4, 3, 1)}, ValueError, r"blocks: must have shape .1, 4, 2. and slots, got"),

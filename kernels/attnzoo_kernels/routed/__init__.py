@@ -14,6 +14,8 @@ from attnzoo_kernels.routed.cpu import routed_attention_cpu
 from attnzoo_kernels.routed.reference import routed_attention_reference
 from attnzoo_kernels.routed.routes import Blocks, Routes, even_bounds, routes
 
+MOST_PARTS = 2**31  # of the output; the kernels number them in 32 bits
+
 
 def routed_attention(
     q: Tensor,
@@ -99,8 +101,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
         from attnzoo_kernels.routed import decode
 
         return decode.attend(q, k, v, blocks, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size, softmax_scale)
-    layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     shape = q.shape[:-2]
+    if shape.numel() * q.shape[-2] * blocks.shape[-1] >= MOST_PARTS:
+        raise NotImplementedError(f"blocks: queries times heads times slots must be less than {MOST_PARTS} for the kernels, got "
+                                  f"{shape.numel()} times {q.shape[-2]} times {blocks.shape[-1]}")
+    layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     q, k, v, blocks = (x.flatten(0, -3) for x in (q, k, v, blocks))
     if blocks.shape[-1]:
         kept, heads = {} if kept is None else kept, (q.shape[1], k.shape[1])
