@@ -273,7 +273,7 @@ def test_a_layout_of_scores_keeps_the_best_blocks(top_k, dtype, device):
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: BlockLayout.from_scores(torch.ones(2, 2).bool(), 1, 16), TypeError, "scores: must be a floating.* tensor, got torch.bool"),
+        (lambda: BlockLayout.from_scores(torch.ones(2, 2).bool(), 1, 16), TypeError, "scores: must be float16, .*, got torch.bool"),
         (lambda: BlockLayout.from_scores(torch.ones(2), 1, 16), ValueError, r"scores: must be \(q_blocks, k_blocks\).*got shape \(2,\)"),
         (lambda: BlockLayout.from_scores(torch.ones(2, 2), 0, 16), ValueError, "top_k: must be an integer of at least 1, got 0"),
         (lambda: BlockLayout.from_mask(torch.ones(2, 2), 16), TypeError, "mask: must be a bool tensor, got torch.float32"),

@@ -52,7 +52,8 @@ class BlockLayout:
 
     @classmethod
     def from_scores(cls, scores: Tensor, top_k: int, block_q: int, block_k: int | None = None) -> BlockLayout:
-        """Layout that keeps for each block of queries the `top_k` blocks of keys with the largest scores, or all where there are fewer.
+        """Layout that keeps for each block of queries the `top_k` blocks of keys with the largest scores. Fewer are kept where there are
+        fewer blocks, or where scores are -inf or NaN.
 
         scores: float32, float16, bfloat16 or float64, of a mask's shape in `from_mask`, on any device. Of equal scores that of the earlier
         block is taken, on every device. -inf and NaN are never taken: a causal choice has -inf for the blocks of later keys, and one that
@@ -60,8 +61,8 @@ class BlockLayout:
         or ValueError for another top_k or dtype.
         """
         checks.tensor("scores", scores, "a floating-point tensor")
-        if not scores.is_floating_point():
-            raise TypeError(f"scores: must be a floating-point tensor, got {scores.dtype}")
+        if scores.dtype not in checks.DTYPES:
+            raise TypeError(f"scores: must be float16, bfloat16, float32 or float64, got {scores.dtype}")
         checks.integer("top_k", top_k, 1)
         if scores.dim() not in (2, 3, 4):
             raise ValueError(f"scores: must be (q_blocks, k_blocks), with heads or (batch, heads) before them, got shape "

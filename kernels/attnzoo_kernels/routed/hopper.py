@@ -167,7 +167,8 @@ def forward_tile(block_size: int) -> Tile:
 
 
 def heads_in_l2(rows: int, tokens: int, width: int) -> int:
-    """heads_together, but as few as are needed for their queries to stay in L2 while all blocks of a key head are walked over."""
+    """heads_together, halved until the queries of these heads fit into L2_GROUP in 16 bits, where they stay while all blocks of a key head
+    are walked over."""
     heads = heads_together(rows)
     while heads > 1 and 2 * tokens * heads * width > L2_GROUP:
         heads //= 2

@@ -77,15 +77,15 @@ class Program(NamedTuple):
     bars: Bars
     q: Any
     do: Any
-    stats: Any  # of own rows: the LSE in base 2, then delta
+    stats: Any  # (2, own rows + 1): the LSE in base 2, then delta; see walk.row_statistics
     q_strides: Any
     do_strides: Any
     k_desc: Any
     v_desc: Any
     part_desc: Any
     pair: Any
-    dk: Any  # of this program
-    dv: Any
+    dk: Any  # [BLOCK_N, WIDTH], of this program
+    dv: Any  # [BLOCK_N, VALUE_WIDTH]
     softmax_scale: Any
 
 

@@ -2,6 +2,7 @@
 
 A program has one block of keys and some of the rows that chose it: TOGETHER of the ROWS heads of each pair (query, chosen block). Programs
 of the same heads follow each other. Parts lie in the order of the programs: those of the first TOGETHER heads of all pairs come first.
+An own row is a token times the number of heads, plus the head. A chosen block is an earlier one, so that it has all of its BLOCK_N keys.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def heads_together(rows: int) -> int:
 class Tile:
     steps: int  # of a program at most
     stages: int  # tiles of rows in shared memory
-    maxnreg: int  # registers of a thread, of all warps in the mean
+    maxnreg: int  # registers of a thread, on average over all warps
 
 
 def plan_launch(tile: Tile, together: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, rows: int,
@@ -118,8 +119,8 @@ def row_layout(WIDTH):
 
 @gluon.jit
 def own_rows(pair_ptr, item, at, config):
-    """(the own rows, tokens times heads, that the rows at .. at + STEP of an item stand for; which of them the item has). A thread has one
-    row. In place of rows past its end stands the item's first row."""
+    """(the own rows [STEP] that the rows at .. at + STEP of an item stand for; which of them the item has, [STEP]). A thread has one row.
+    In place of rows past its end stands the item's first row."""
     row = at + gl.arange(0, STEP, gl.BlockedLayout([1], [32], [GATHER_WARPS], [0]))
     inside = row < item.rows
     row = gl.where(inside, row, 0).to(gl.uint32)
@@ -129,8 +130,8 @@ def own_rows(pair_ptr, item, at, config):
 
 @gluon.jit
 def copy_rows(smem, ptr, strides, own, config, WIDTH: gl.constexpr):
-    """Begins to copy own rows of a tensor (tokens, heads, WIDTH) into shared memory [STEP, WIDTH]. A thread finds out where one row lies,
-    and copies parts of several. strides: of tokens and heads, see units_of."""
+    """Begins to copy the own rows [STEP] of a tensor (tokens, heads, WIDTH) into shared memory [STEP, WIDTH]. A thread finds out where one
+    row lies, and copies parts of several. strides: of tokens and heads, see units_of."""
     layout: gl.constexpr = row_layout(WIDTH)
     start = ((own // config.HEADS).to(gl.int64) * strides[0] + (own % config.HEADS).to(gl.int64) * strides[1]) * UNIT
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
@@ -147,8 +148,8 @@ def row_barriers(STAGES: gl.constexpr):
 @gluon.jit
 def gather_steps(COPY: gl.constexpr, full, empty, program, config):
     """Fills a ring of STAGES tiles with the rows of the item, one step after the other. COPY(slot, own rows, which of them the item has,
-    program, config) begins the copies of a step. Who reads a tile by matrix instructions needs fence_async_shared before: here it would
-    wait for all copies that are on their way."""
+    program, config) begins the copies of a step. A reader that uses matrix instructions calls fence_async_shared first; called here, it
+    would wait for all copies that are on their way."""
     item = program.item
     own, inside = own_rows(program.pair, item, 0, config)
     for step in range(gl.cdiv(item.rows, STEP)):

@@ -22,8 +22,8 @@ def rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _part_row(place_ptr, row, inside, slot, rows, slots, pairs, together):
-    """Where the row of a slot lies among the parts. `rows` heads choose together; the rows of so many of them follow each other there, and
-    the next heads come after all pairs."""
+    """Where the row of a slot lies among the parts. `rows` heads choose together. The parts of `together` of them follow each other in a
+    pair; those of the next `together` heads come after all pairs."""
     place = tl.load(place_ptr + row // rows * slots + slot, mask=inside, other=0).to(tl.int64)
     return (row % rows // together * pairs + place) * together + row % together
 
@@ -52,7 +52,7 @@ def gather_rows(ptr, strides, row, inside, heads, WIDTH: tl.constexpr, BLOCK_WID
 
 @triton.jit
 def load_tile(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[BLOCK_ROWS, BLOCK_WIDTH] in float32."""
+    """[rows, BLOCK_WIDTH] in float32, of the rows `row` [rows]."""
     return load_rows_at(ptr + row * WIDTH, inside, WIDTH, BLOCK_WIDTH).to(tl.float32)
 
 
@@ -80,6 +80,7 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
 @triton.jit(do_not_specialize=NUMBERS)
 def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, pairs, together, WIDTH: tl.constexpr,
                       BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """Adds the parts of each row's slots to its own one."""
     row, inside, _ = rows_of_program(tokens, heads, BLOCK_ROWS)
     acc = load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for first in range(0, slots, SLOTS):
@@ -107,6 +108,7 @@ def _load_top(lse_ptr, stats_ptr, stride_stats, at, inside, EXACT: tl.constexpr)
 def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr, out_ptr, lse_ptr, stats_ptr,
                         stride_own, stride_part, tokens, heads, rows, slots, pairs, together, WIDTH: tl.constexpr,
                         BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr):
+    """Output, LSE and statistics of each row, from its own part and those of its slots."""
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     base, total = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
     acc = total[:, None] * load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
@@ -203,7 +205,9 @@ def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int, together: in
 
 def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor | None,
                  place: Tensor, rows: int, together: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics of all parts together, as one forward would give them. part_stats: read in float32 only."""
+    """Output, LSE and statistics of all parts together, as one forward would give them. own: (tokens, heads, width); own_lse: (heads,
+    tokens); own_stats: (2, heads, tokens); part: (places * rows, 1, width); part_lse: (1, places * rows); part_stats: (2, 1, places *
+    rows), read in float32 only."""
     out, lse, stats = (torch.empty_like(x) for x in (own, own_lse, own_stats))
     _launch(routed_merge_kernel, (own, own_lse, own_stats, part, part_lse, part_stats, place, out, lse, stats, own_lse.numel(),
                                   part_lse.numel()),

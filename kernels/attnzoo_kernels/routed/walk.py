@@ -1,10 +1,11 @@
 """The chosen blocks in 16 bits: a program has one block of keys and goes over the queries that chose it, which it gathers. The forward
 writes a part of the output for each query and chosen block, and the backward a part of dQ; parts.py merges the former and adds up the
-latter. Hopper has kernels of its own for blocks of 64 and 128 tokens, in hopper.py and hopper_backward.py.
+latter. Hopper has kernels of its own for heads of 64 and 128 and blocks of 64 tokens, and of 128 in the forward: hopper.py and
+hopper_backward.py.
 
-Parts lie in the order of `routes.Routes`: a part row is a pair's position times `rows`, plus the head among the `rows` heads that choose
-together. An own row is a token times the number of heads, plus the head. A block has a program for each CHUNK of its part rows. The shares
-of these programs in dK and dV are added up in a fixed order, so that they repeat bit by bit.
+Here parts lie in the order of `routes.Routes`: a part row is a pair's position times `rows`, plus the head among the `rows` heads that
+choose together. An own row is a token times the number of heads, plus the head. A block has a program for each CHUNK of its part rows. The
+shares of these programs in dK and dV are added up in a fixed order, so that they repeat bit by bit.
 """
 
 from dataclasses import dataclass
@@ -183,11 +184,12 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, pair
     store_tile(dv_ptr, at, is_key, dv, VALUE_DIM, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["count", "total_k", "turns", "slots"])
-def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_strides, count, total_k, turns, slots, WIDTH: tl.constexpr,
-                           BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Adds what a block's programs gave to own_ptr, in place, for BLOCK_ROWS of its keys. A block has a program for each CHUNK of its rows
-    in each of `turns`, which are `slots` programs apart."""
+@triton.jit(do_not_specialize=["count", "total_k", "turns", "programs_a_turn"])
+def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_strides, count, total_k, turns, programs_a_turn,
+                           WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+                           CHUNK: tl.constexpr):
+    """Adds to own_ptr, in place, what a block's programs gave, for BLOCK_ROWS of its keys. A block has a program for each CHUNK of its rows
+    in each of `turns`. CHUNK counts the rows of all turns."""
     number = tl.program_id(0) // (BLOCK_N // BLOCK_ROWS)
     at = tl.program_id(0) % (BLOCK_N // BLOCK_ROWS) * BLOCK_ROWS
     first, end = tl.load(cu_seqlens_q + number), tl.load(cu_seqlens_q + number + 1)
@@ -201,7 +203,7 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
     lane = at + tl.arange(0, BLOCK_ROWS)
     chunks = tl.cdiv(end - first, CHUNK)
     for n in range(chunks * turns):
-        program = first_slot(first, number, CHUNK, None) + n % chunks + n // chunks * slots
+        program = first_slot(first, number, CHUNK, None) + n % chunks + n // chunks * programs_a_turn
         acc += load_tile(part_ptr, program.to(tl.int64) * BLOCK_N + lane, lane < keys, WIDTH, BLOCK_WIDTH)
     store_rows(rows, acc, at, WIDTH, BLOCK_ROWS, BLOCK_WIDTH)
 
@@ -218,7 +220,7 @@ def row_statistics(out: Tensor, grad_out: Tensor, stats: Tensor, grad_lse: Tenso
 
 def add_keys(dk: Tensor, dv: Tensor, dk_part: Tensor, dv_part: Tensor, chosen_q: Tensor, chosen_k: Tensor, chunk: int,
              turns: int) -> None:
-    """Adds the programs' shares (programs, block, width) to dk and dv, (tokens, heads, width)."""
+    """Adds the programs' shares (programs, block, width) to dk and dv, (tokens, heads, width). chunk: CHUNK of the kernel."""
     programs, block_n, _ = dk_part.shape
     none = chosen_q.shape[0] - 1
     for own, part in ((dk, dk_part), (dv, dv_part)):
