@@ -17,7 +17,7 @@ from attnzoo import layers as by_layer
 from attnzoo.attention.supports import check_path
 from attnzoo.batch import sharing
 from attnzoo.errors import UserError
-from attnzoo.run import checks, initial
+from attnzoo.run import checks, initial, values
 from attnzoo.run.claiming import opens_again, own_folder
 from attnzoo.run.command_line import is_sweep
 from attnzoo.run.config import choices, plain
@@ -58,6 +58,7 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         origin = resumed or trained.read(cfg.init_from, key="init_from")
         cfg = initial.configure(cfg, origin)
         checks.check_training(cfg)
+    values.warn(cfg)
     loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
     try:
         trainer = build_trainer(cfg, loggers)
@@ -88,11 +89,12 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
             module.record["init"] = origin.record.get("init")
         if trainer.world_size > 1:
             trainer.callbacks.append(LambdaCallback(setup=lambda *_, stage: check_alike(plain(cfg), module.record)))
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # its folder is not a run, or it is that of another run
             if ckpt_path is None:
                 _keep_config(cfg, folder, loggers)
             else:  # not before the checkpoint is known to fit: a command that is refused must change nothing
                 trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: _keep_config(cfg, folder, loggers)))
+        if trainer.is_global_zero:
             chosen = choices("model", "attention", "layers") if origin is None else initial.names(module.model, module.record)
             log.info(report.beginning([*chosen, *choices("data")], trainer, module, data, run_dir))
             if loaded:

@@ -66,6 +66,7 @@ def test_a_run_begins_with_the_weights_and_nothing_else(run, tmp_path, caplog):
     assert json.loads((tmp_path / "run" / "record.json").read_text())["init"] == begun
     assert f"weights of {run}/checkpoints/best.ckpt (step 3): {begun['loaded']} tensors loaded" in caplog.text
     assert "model.train_context=48 (was 32)" in caplog.text
+    assert caplog.text.count("optimizer.lr is never reached") == 1
 
 
 @pytest.mark.slow

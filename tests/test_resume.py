@@ -12,6 +12,7 @@ from tiny_run import column, compose_tiny
 from attnzoo import runner
 from attnzoo.errors import UserError
 from attnzoo.run.command_line import one_line_errors
+from attnzoo.run.folder import RunFolder
 from attnzoo.training.loggers import read_metrics
 
 STEPS, STOP = 12, 8
@@ -173,6 +174,20 @@ def test_a_run_without_a_step_says_so(tmp_path, caplog):
     with caplog.at_level("INFO", logger="attnzoo.runner"):
         assert runner.train(config(tmp_path, "trainer.limit_train_batches=0")) == {}
     assert "nothing was trained; raise trainer.limit_train_batches" in caplog.text
+    record = RunFolder(tmp_path / "run").read_record()
+    assert (record["status"], record["steps"]) == ("finished", 0)
+
+
+def test_a_fast_dev_run_makes_no_run_and_changes_none(tmp_path):
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    runner.train(config(tmp_path, "trainer.fast_dev_run=2"))
+    assert not RunFolder(tmp_path / "run").holds_a_run()
+    runner.train(config(tmp_path, "trainer.max_steps=1"))
+    before = files()
+    runner.train(config(tmp_path, "trainer.fast_dev_run=2", "resume=auto", "optimizer.lr=1e-4"))
+    assert files() == before
 
 
 def test_the_best_checkpoint_can_be_resumed_too(tmp_path, uninterrupted):

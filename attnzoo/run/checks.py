@@ -17,7 +17,6 @@ from attnzoo.run.values import check_target
 def check_training(cfg: DictConfig) -> None:
     """Raises UserError or ValueError for a config of train.py that cannot be run."""
     values.check_training(cfg)
-    values.warn(cfg)
     if not isinstance(cfg.compile, bool):
         from torch._inductor import list_mode_options  # takes a second to import
 

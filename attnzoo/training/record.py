@@ -98,7 +98,7 @@ class RunRecord(lightning.Callback):
             if trainer.ckpt_path:
                 log.info(f"goes on from step {trainer.global_step} of {trainer.ckpt_path}")
 
-    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_fit_end(self, trainer: lightning.Trainer, *_: Any) -> None:  # also of a run without a step
         self._finish(trainer, "finished", trainer.callback_metrics)
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
