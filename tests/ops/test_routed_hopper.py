@@ -59,8 +59,8 @@ def test_parts_do_not_depend_on_how_many_heads_a_program_takes(rows, monkeypatch
     case = Case(seqlen_q=1000, heads=2 * rows, kv_heads=2, head_dim=128, block_size=64, slots=5, shared=True, dtype=torch.bfloat16)
     results = []
     for together in (1, 2, 4):
-        monkeypatch.setattr(hopper, "heads_in_l2", lambda *_, heads=together: heads)
-        monkeypatch.setattr(hopper_backward, "heads_together", lambda _, heads=together: heads)
+        for module in (hopper, hopper_backward):
+            monkeypatch.setattr(module, "heads_together", lambda *_, heads=together: heads)
         results.append(run(case, "gluon"))
     for name in ("out", "lse", "dq"):  # dK and dV are added up in another order
         assert all(torch.equal(result[name], results[0][name]) for result in results)

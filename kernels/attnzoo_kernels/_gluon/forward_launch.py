@@ -45,7 +45,7 @@ def tile_width(width: int) -> int:
 
 
 def heads_in_l2(seqlen: int, columns: int, itemsize: int = 2) -> int:
-    """How many key heads fit into L2 together, at `columns` numbers for each of `seqlen` tokens; at least one."""
+    """How many heads fit into L2 together, at `columns` numbers for each of `seqlen` tokens; at least one."""
     return max(1, L2_GROUP // (itemsize * seqlen * columns))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnzoo_kernels._gluon.forward_launch import heads_in_l2
 from attnzoo_kernels._gluon.hopper import (
     await_stage,
     barriers,
@@ -23,7 +24,7 @@ from attnzoo_kernels._gluon.hopper import (
     why_not_tma,
 )
 from attnzoo_kernels._gluon.softmax import log2
-from attnzoo_kernels._triton.launch import L2_GROUP, on_device_of
+from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.softmax import LN2, LOG2E
 from attnzoo_kernels.routed.hopper_rows import (
     NUMBERS,
@@ -32,9 +33,8 @@ from attnzoo_kernels.routed.hopper_rows import (
     Tile,
     copy_rows,
     find_item,
-    gather_steps,
+    gather,
     heads_together,
-    load_block,
     plan_launch,
     row_barriers,
     store_no_parts,
@@ -55,8 +55,8 @@ class Tiles(NamedTuple):
 class Bars(NamedTuple):
     """Rings of mbarriers."""
 
-    q_full: Any
-    q_empty: Any
+    rows_full: Any
+    rows_empty: Any
     block_full: Any
 
 
@@ -83,9 +83,7 @@ def _copy_queries(slot, own, inside, program, config):
 
 @gluon.jit
 def _gather(program, config):
-    if (program.item.keys > 0) & (program.item.rows > 0):
-        load_block(program)
-        gather_steps(_copy_queries, program.bars.q_full, program.bars.q_empty, program, config)
+    gather(_copy_queries, program, config)
 
 
 @gluon.jit
@@ -93,7 +91,7 @@ def _start_scores(step, steps, program, config):
     """Begins the products of a step's queries and the block's keys, [STEP, BLOCK_N]. Returns them and the slot of the queries. Behind the
     last step it does not wait for queries, and the products are of no use."""
     tiles = program.tiles
-    slot = await_stage(program.bars.q_full, step, config.STAGES, steps)
+    slot = await_stage(program.bars.rows_full, step, config.STAGES, steps)
     fence_async_shared()
     scores = gl.zeros([STEP, config.BLOCK_N], gl.float32, product_layout(config.BLOCK_N))
     return warpgroup_mma(tiles.q.index(slot), tiles.k.index(0).permute((1, 0)), scores, use_acc=False, is_async=True), slot
@@ -103,7 +101,7 @@ def _start_scores(step, steps, program, config):
 def _finish_scores(scores, slot, program):
     """Waits for a step's scores and gives its queries back."""
     scores = warpgroup_mma_wait(0, deps=[scores])
-    release(program.bars.q_empty.index(slot))
+    release(program.bars.rows_empty.index(slot))
     return scores
 
 
@@ -154,7 +152,7 @@ def routed_hopper_fwd_kernel(q_ptr, k_desc, v_desc, part_desc, pair_ptr, cu_seql
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     tiles = Tiles(q=shared_tiles(dtype, STAGES, STEP, WIDTH), k=shared_tiles(dtype, 1, BLOCK_N, WIDTH),
                   v=shared_tiles(dtype, 1, BLOCK_N, VALUE_WIDTH), part=shared_tiles(dtype, 1, STEP, VALUE_WIDTH))
-    bars = Bars(q_full=row_barriers(STAGES), q_empty=barriers(STAGES, 1), block_full=barriers(1, 1))
+    bars = Bars(rows_full=row_barriers(STAGES), rows_empty=barriers(STAGES, 1), block_full=barriers(1, 1))
     item = find_item(cu_seqlens_q, cu_seqlens_k, count, none, total, total_q, total_k, config)
     program = Program(item, tiles, bars, q_ptr, q_strides, k_desc, v_desc, part_desc, pair_ptr, lse_ptr, softmax_scale * LOG2E)
     gl.warp_specialize([(_attend, (program, config)), (_gather, (program, config))], [4], [40])
@@ -164,15 +162,6 @@ def routed_hopper_fwd_kernel(q_ptr, k_desc, v_desc, part_desc, pair_ptr, cu_seql
 def forward_tile(block_size: int) -> Tile:
     """Two programs share a multiprocessor's registers and shared memory."""
     return Tile(32, 4 if block_size == 64 else 2, 128)
-
-
-def heads_in_l2(rows: int, tokens: int, width: int) -> int:
-    """heads_together, halved until the queries of these heads fit into L2_GROUP in 16 bits, where they stay while all blocks of a key head
-    are walked over."""
-    heads = heads_together(rows)
-    while heads > 1 and 2 * tokens * heads * width > L2_GROUP:
-        heads //= 2
-    return heads
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, block_size: int, grad_out: Tensor | None) -> str | None:
@@ -187,7 +176,8 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, block_size: int, grad_out: Te
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
                    block_size: int, softmax_scale: float) -> tuple[Tensor, Tensor, int]:
     """As walk.launch_forward."""
-    together = heads_in_l2(rows, q.shape[0], q.shape[-1])
+    # the queries of these heads stay in L2 while all blocks of a key head are walked over
+    together = heads_together(rows, heads_in_l2(q.shape[0], q.shape[-1]))
     programs, numbers, constants = plan_launch(forward_tile(block_size), together, q, k, v, place, pair, chosen_q, rows, block_size)
     part = q.new_empty(pair.numel() * rows, 1, v.shape[-1])
     lse = torch.empty(1, part.shape[0], dtype=torch.float32, device=q.device)

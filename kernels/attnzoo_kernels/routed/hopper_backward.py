@@ -33,9 +33,8 @@ from attnzoo_kernels.routed.hopper_rows import (
     Tile,
     copy_rows,
     find_item,
-    gather_steps,
+    gather,
     heads_together,
-    load_block,
     plan_launch,
     row_barriers,
     store_no_parts,
@@ -101,9 +100,7 @@ def _copy_step(slot, own, inside, program, config):
 
 @gluon.jit
 def _gather(program, config):
-    if (program.item.keys > 0) & (program.item.rows > 0):
-        load_block(program)
-        gather_steps(_copy_step, program.bars.rows_full, program.bars.rows_empty, program, config)
+    gather(_copy_step, program, config)
 
 
 @gluon.jit

@@ -32,9 +32,9 @@ UNIT = gl.constexpr(8)  # numbers that a thread copies at once, 16 bytes
 NUMBERS = ["count", "none", "total", "total_q", "total_k"]
 
 
-def heads_together(rows: int) -> int:
-    """How many of the `rows` heads that choose together a program takes at most: a power of two that divides `rows`."""
-    return min(rows & -rows, STEP.value)
+def heads_together(rows: int, most: int = STEP.value) -> int:
+    """How many of the `rows` heads that choose together a program takes: a power of two that divides `rows`, at most `most` and STEP."""
+    return min(rows & -rows, 1 << min(most, STEP.value).bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def plan_launch(tile: Tile, together: int, q: Tensor, k: Tensor, v: Tensor, plac
     (tokens, heads, width), none = q.shape, chosen_q.shape[0] - 1
     total, turns, chunk = pair.numel() * rows, rows // together, tile.steps * STEP.value
     programs = (total // (chunk * turns) + none + 1) * turns
-    constants = {"HEADS": heads, "ROWS": rows, "TOGETHER": together, "SLOTS": place.shape[1], "BLOCK_N": block_size, "WIDTH": width,
-                 "VALUE_WIDTH": v.shape[-1], "CHUNK": chunk, "STAGES": tile.stages, "num_warps": 4, "maxnreg": tile.maxnreg}
-    return programs, (none // k.shape[1], none, total, tokens, k.shape[0]), constants
+    return programs, (none // k.shape[1], none, total, tokens, k.shape[0]), {
+        "HEADS": heads, "ROWS": rows, "TOGETHER": together, "SLOTS": place.shape[1], "BLOCK_N": block_size, "WIDTH": width,
+        "VALUE_WIDTH": v.shape[-1], "CHUNK": chunk, "STAGES": tile.stages, "num_warps": 4, "maxnreg": tile.maxnreg}
 
 
 def units_of(x: Tensor) -> tuple[int, int]:
@@ -141,33 +141,35 @@ def copy_rows(smem, ptr, strides, own, config, WIDTH: gl.constexpr):
 
 @gluon.jit
 def row_barriers(STAGES: gl.constexpr):
-    """The ring of barriers that gather_steps fills: each thread that copies arrives, when its copies are complete."""
+    """The ring of barriers that `gather` fills: each thread that copies arrives, when its copies are complete."""
     return barriers(STAGES, 32 * GATHER_WARPS)
 
 
 @gluon.jit
-def gather_steps(COPY: gl.constexpr, full, empty, program, config):
-    """Fills a ring of STAGES tiles with the rows of the item, one step after the other. COPY(slot, own rows, which of them the item has,
-    program, config) begins the copies of a step. A reader that uses matrix instructions calls fence_async_shared first; called here, it
-    would wait for all copies that are on their way."""
-    item = program.item
-    own, inside = own_rows(program.pair, item, 0, config)
-    for step in range(gl.cdiv(item.rows, STEP)):
-        following = own_rows(program.pair, item, (step + 1) * STEP, config)
-        slot = await_empty(empty, step, config.STAGES)
-        COPY(slot, own, inside, program, config)
-        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-        own, inside = following
-
-
-@gluon.jit
-def load_block(program):
+def _load_block(program):
     """Loads the item's keys and values."""
     item, k_desc, v_desc = program.item, program.k_desc, program.v_desc
     bar = program.bars.block_full.index(0)
     mbarrier.expect(bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     async_load(k_desc, [0, item.key_head, item.key, 0], bar, box(program.tiles.k.index(0), k_desc))
     async_load(v_desc, [0, item.key_head, item.key, 0], bar, box(program.tiles.v.index(0), v_desc))
+
+
+@gluon.jit
+def gather(COPY: gl.constexpr, program, config):
+    """All that the warps that gather do, if the item has a block and rows: they load the block and fill a ring of STAGES tiles with the
+    rows, one step after the other. COPY(slot, own rows, which of them the item has, program, config) begins the copies of a step. A reader
+    that uses matrix instructions calls fence_async_shared first; called here, it would wait for all copies that are on their way."""
+    item, bars = program.item, program.bars
+    if (item.keys > 0) & (item.rows > 0):
+        _load_block(program)
+        own, inside = own_rows(program.pair, item, 0, config)
+        for step in range(gl.cdiv(item.rows, STEP)):
+            following = own_rows(program.pair, item, (step + 1) * STEP, config)
+            slot = await_empty(bars.rows_empty, step, config.STAGES)
+            COPY(slot, own, inside, program, config)
+            async_copy.mbarrier_arrive(bars.rows_full.index(slot), increment_count=False)
+            own, inside = following
 
 
 @gluon.jit

@@ -94,10 +94,10 @@ def flash_attn_with_kvcache(
     rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
     if block_table is None:
         _check_rows(rows, k_cache, given=cache_batch_idx is not None)
-    checks.attention_inputs(q, *(x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)), None, None, None, None,
-                            names=("q", "k_cache", "v_cache"))
 
     if k is not None:
+        checks.attention_inputs(q, *(x[:1].expand(batch, -1, -1, -1) for x in (k_cache, v_cache)), None, None, None, None,
+                                names=("q", "k_cache", "v_cache"))
         _check_new(k, v, k_cache, v_cache, batch)
         if rotary_cos is not None:
             q, k = _rotated(q, k, rotary_cos, rotary_sin, lengths, max_len, rotary_interleaved, causal or window_size != (-1, -1))
